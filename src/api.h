@@ -1,0 +1,384 @@
+/*
+ * api.h - everything a caller sees: version, options, types, functions.
+ *
+ * Declarations only. May call nothing. The parts behind it implement what is promised here; where a
+ * promise and the code differ, the code is wrong.
+ */
+#ifndef TIEREDKV_H
+#define TIEREDKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* >>version */
+#define TKV_VERSION_MAJOR 0
+#define TKV_VERSION_MINOR 1
+#define TKV_VERSION_PATCH 0
+#define TKV_VERSION_STRING "0.1.0"
+#define TKV_VERSION (TKV_VERSION_MAJOR * 10000 + TKV_VERSION_MINOR * 100 + TKV_VERSION_PATCH)
+
+/* >>options (the table with the meaning of each is in the manual at the top) */
+#ifdef TKV_STATIC
+#ifndef TIEREDKV_IMPLEMENTATION
+#define TIEREDKV_IMPLEMENTATION /* static declarations without bodies would only warn */
+#endif
+#if defined(__GNUC__) || defined(__clang__)
+#define TKV_API static __attribute__((unused))
+#else
+#define TKV_API static
+#endif
+#endif
+#ifndef TKV_API
+#define TKV_API extern
+#endif
+
+/* >>prefix: two copies of the library in one program. #define TKV_PREFIX mygame_ before every include. */
+#ifdef TKV_PREFIX
+#define TKV_PASTE2_(a, b) a##b
+#define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
+#define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
+#define tkv_abort TKV_NAME_(tkv_abort)
+#define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_ex TKV_NAME_(tkv_append_ex)
+#define tkv_attend TKV_NAME_(tkv_attend)
+#define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
+#define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
+#define tkv_begin TKV_NAME_(tkv_begin)
+#define tkv_check TKV_NAME_(tkv_check)
+#define tkv_commit TKV_NAME_(tkv_commit)
+#define tkv_config_default TKV_NAME_(tkv_config_default)
+#define tkv_config_validate TKV_NAME_(tkv_config_validate)
+#define tkv_create TKV_NAME_(tkv_create)
+#define tkv_decode TKV_NAME_(tkv_decode)
+#define tkv_destroy TKV_NAME_(tkv_destroy)
+#define tkv_encode TKV_NAME_(tkv_encode)
+#define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
+#define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_flush TKV_NAME_(tkv_flush)
+#define tkv_format_bits TKV_NAME_(tkv_format_bits)
+#define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
+#define tkv_format_name TKV_NAME_(tkv_format_name)
+#define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
+#define tkv_isa_available TKV_NAME_(tkv_isa_available)
+#define tkv_isa_name TKV_NAME_(tkv_isa_name)
+#define tkv_isa_of TKV_NAME_(tkv_isa_of)
+#define tkv_last_error TKV_NAME_(tkv_last_error)
+#define tkv_layer_len TKV_NAME_(tkv_layer_len)
+#define tkv_memory TKV_NAME_(tkv_memory)
+#define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_read TKV_NAME_(tkv_read)
+#define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
+#define tkv_reserve TKV_NAME_(tkv_reserve)
+#define tkv_reset TKV_NAME_(tkv_reset)
+#define tkv_seq_len TKV_NAME_(tkv_seq_len)
+#define tkv_status_text TKV_NAME_(tkv_status_text)
+#define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
+#define tkv_tier_of TKV_NAME_(tkv_tier_of)
+#define tkv_truncate TKV_NAME_(tkv_truncate)
+#define tkv_version TKV_NAME_(tkv_version)
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* >>constants */
+#define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded, demoted and shared together */
+#define TKV_MAX_HEAD_DIM 256
+#define TKV_NONE (-1) /* in a length: this tier is off */
+#define TKV_ALL (-2)  /* in a length: this tier takes everything, the later ones stay empty */
+
+/* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing. */
+#define TKV_STATUS_LIST(X)                                                                                   \
+    X(TKV_OK, 0, "ok")                                                                                       \
+    X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
+    X(TKV_ERR_CONFIG, -2, "bad configuration: tkv_config_validate says which field and why")                 \
+    X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
+    X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
+    X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
+    X(TKV_ERR_STATE, -6, "call out of order: see tkv_begin, tkv_commit, tkv_abort")                          \
+    X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
+    X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
+    X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
+    X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")
+#define TKV_STATUS_ENUM_(name, value, text) name = value,
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -11 } tkv_status;
+#undef TKV_STATUS_ENUM_
+
+/* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
+typedef enum tkv_format {
+    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm KIVI4, archive KIVI2 */
+    TKV_F32,
+    TKV_F16,
+    TKV_BF16,
+    TKV_Q8,    /* 8 bits, min/max, fp16 scale and zero; groups as in KIVI */
+    TKV_KIVI4, /* 4, 3, 2 bits: K per channel along tokens, V per token along channels */
+    TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
+    TKV_KIVI2,
+    TKV_FORMAT_COUNT
+} tkv_format;
+
+typedef enum tkv_tier { TKV_HOT = 0, TKV_WARM = 1, TKV_ARCHIVE = 2, TKV_TIER_COUNT = 3 } tkv_tier;
+typedef enum tkv_side { TKV_K = 0, TKV_V = 1 } tkv_side;
+typedef enum tkv_type {
+    TKV_TYPE_F32 = 0,
+    TKV_TYPE_F16 = 1,
+    TKV_TYPE_BF16 = 2
+} tkv_type; /* of the caller's arrays */
+typedef enum tkv_nonfinite {
+    TKV_NONFINITE_REFUSE = 0, /* TKV_ERR_NONFINITE, nothing is appended */
+    TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
+} tkv_nonfinite;
+typedef enum tkv_isa {
+    TKV_ISA_AUTO = 0,
+    TKV_ISA_SCALAR,
+    TKV_ISA_AVX2,
+    TKV_ISA_AVX512,
+    TKV_ISA_COUNT
+} tkv_isa;
+typedef enum tkv_flush_mode {
+    TKV_FLUSH_DUE = 0, /* what the next append would demote anyway */
+    TKV_FLUSH_FULL,    /* every full block of the hot tail, whatever its age */
+    TKV_FLUSH_ALL      /* the partial block too: it is coded short and takes a whole block's bytes */
+} tkv_flush_mode;
+
+typedef struct tkv_cache tkv_cache; /* opaque */
+
+/* >>allocator: both functions or none (then malloc and free). alloc returns memory aligned to `align`
+ * (a power of two, at most 64) or NULL; release gets back size and align, so an arena needs no headers. */
+typedef struct tkv_allocator {
+    void *user;
+    void *(*alloc)(void *user, size_t size, size_t align);
+    void (*release)(void *user, void *ptr, size_t size, size_t align);
+} tkv_allocator;
+
+/* >>threads: the library starts none. A caller who has workers gives a function that calls task(ctx, i)
+ * once for each i in 0 .. n_tasks-1, in any order, on any threads, and returns when all are done.
+ * Results are bit-identical with and without it and for any number of threads. */
+typedef void (*tkv_task)(void *ctx, int index);
+typedef void (*tkv_parallel_for)(void *user, int n_tasks, tkv_task task, void *ctx);
+
+/* >>config: zero means default, everywhere. Fill it with zeros first: `tkv_config cfg = {0};` in C,
+ * `tkv_config cfg = tkv_config_default();` in C or C++. */
+typedef struct tkv_pair {
+    tkv_format k, v;
+} tkv_pair;
+
+typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cache's value */
+    tkv_pair hot, warm, archive;
+    int sink_tokens, hot_tokens, warm_tokens;
+    int window;   /* sliding window: a query sees this many newest keys, its own included. TKV_NONE: none */
+    int share_kv; /* 1 + index of an earlier layer whose K and V this one attends to; it is never appended to */
+    int no_cache; /* 1: this layer has no K and V at all (a state-space layer, say) */
+} tkv_layer_config;
+
+typedef struct tkv_config {
+    uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
+    /* the model */
+    int n_layers;   /* required, 1 .. 4096 */
+    int n_heads;    /* query heads; required, a multiple of n_kv_heads */
+    int n_kv_heads; /* 0: n_heads (plain multi-head attention) */
+    int head_dim;   /* of K and q; required, 1 .. 256. Stored padded to a multiple of 16 */
+    int v_head_dim; /* of V and out; 0: head_dim */
+    float scale;    /* of q.k; 0: 1/sqrt(head_dim) */
+    /* capacity */
+    int max_seqs;   /* 0: 1. Sequences are numbered 0 .. max_seqs-1 */
+    int max_tokens; /* per sequence; 0: grows on demand (tkv_init_in_place needs a number) */
+    int max_append; /* most tokens of one append; 0: 512 */
+    /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
+    int sink_tokens; /* first tokens, exact for ever; 0: 4 */
+    int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64 */
+    int warm_tokens; /* the next older ones; 0: 448 */
+    int group_size;  /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int window;      /* sliding window of all layers; 0: none */
+    tkv_pair hot, warm, archive;
+    const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
+    /* behaviour */
+    tkv_nonfinite nonfinite;
+    int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
+    tkv_isa isa; /* TKV_ISA_AUTO: the best one here. Another: that one or TKV_ERR_ISA */
+    /* the host */
+    tkv_allocator allocator;
+    tkv_parallel_for parallel_for;
+    void *parallel_user;
+    uint32_t end_canary; /* leave 0 */
+} tkv_config;
+
+TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+
+/* Checks every field. On an error, `reason` (may be NULL) gets one sentence that names the field, the
+ * value and what would be right, cut to `size` bytes. */
+TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size);
+
+/* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
+ * untouched on error. Cost: one allocation per growing part, no per-token work. */
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
+TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
+
+/* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
+ * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
+ * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at max_tokens. */
+TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
+TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
+
+/* >>append. n new tokens of one layer, after those it has. k is [n][n_kv_heads][head_dim], v is
+ * [n][n_kv_heads][v_head_dim], float, keys after RoPE. First older blocks that are due move down a tier
+ * (so a new chunk stays exact until the next append), then the tokens are stored in the hot format.
+ * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
+ * TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
+
+/* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
+typedef struct tkv_rows {
+    int seq, n;
+} tkv_rows;
+
+/* Strides count elements; 0 means packed. Rows of a batch follow each other in k and v. */
+typedef struct tkv_append_params {
+    int layer;
+    int seq, n;            /* one sequence ... */
+    const tkv_rows *batch; /* ... or several (then seq and n are ignored), each at most once */
+    int n_batch;
+    const void *k, *v;
+    tkv_type k_type, v_type;
+    ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+} tkv_append_params;
+TKV_API tkv_status tkv_append_ex(tkv_cache *kv,
+                                 const tkv_append_params *p); /* all of the batch, or none of it */
+
+/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then
+ * opens the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit
+ * checks that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open);
+ * tkv_abort takes the step's tokens away again, leaving the cache exactly as after tkv_begin. */
+TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
+TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
+/* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
+ * seq to its length + n cannot fail for memory. Held until then or until tkv_reset. n up to max_append. */
+TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
+
+/* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
+ * over all tiers. q is [n][n_heads][head_dim], out is [n][n_heads][v_head_dim], float. Query head h reads
+ * KV head h / (n_heads / n_kv_heads). Only reads the cache: any number of threads may call this side by
+ * side between writes. Never allocates; uses at most 96 KiB of stack. */
+TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
+
+/* Logit of query i (row), key j (position), head h, in this order:
+ *   s = scale * q.k;  if softcap: s = softcap * tanh(s / softcap);  s += alibi[h] * (j - pos(i));  s += mask[i][j]
+ * A row that sees no key gives zeros, and -inf as its log-sum-exp. */
+typedef struct tkv_attend_params {
+    int layer;
+    int seq, n;            /* one sequence ... */
+    const tkv_rows *batch; /* ... or several (then seq and n are ignored) */
+    int n_batch;
+    const void *q; /* rows of the batch follow each other */
+    tkv_type q_type;
+    ptrdiff_t q_row_stride, q_head_stride; /* in elements; 0: packed */
+    void *out;
+    tkv_type out_type;
+    ptrdiff_t out_row_stride, out_head_stride;
+    float scale;        /* 0: the cache's */
+    int non_causal;     /* 1: every query sees every key (cross-attention, encoders) */
+    int window;         /* 0: the layer's; TKV_NONE: none; else the newest this many keys */
+    float softcap;      /* 0: none */
+    const float *alibi; /* NULL, or one slope per query head */
+    const float *sinks; /* NULL, or one learned logit per query head that joins the softmax without a value */
+    const float *mask; /* NULL, or additive: mask[row * mask_stride + j] for key position j; <= -1e30 hides */
+    ptrdiff_t mask_stride; /* 0: length of the (longest) sequence */
+    const uint64_t
+        *mask_bits; /* NULL, or bit j%64 of mask_bits[row * mask_bits_stride + j/64]: the row sees the
+                                * sequence's j-th of its last mask_bits_n tokens (a draft tree). Older ones: seen */
+    ptrdiff_t mask_bits_stride; /* in words; 0: (mask_bits_n + 63) / 64 */
+    int mask_bits_n;
+    float *lse; /* NULL, or out: log-sum-exp [row][n_heads], learned sinks included */
+    float
+        *mass; /* NULL, or out: attention each key position got, summed over rows and heads. Rows of a batch:
+                  * one array of mass_stride per sequence. Costs a second pass over the keys */
+    ptrdiff_t mass_stride; /* 0: length of the (longest) sequence */
+} tkv_attend_params;
+TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
+
+/* The slow definition of the same: decodes every key and value and works in double. For tests. */
+TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
+
+/* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
+ * dim values; lse one per row. Learned sinks must be in at most one of the two. */
+TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
+
+/* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
+ * [n][n_kv_heads][v_head_dim]; k or v may be NULL. TKV_ERR_RANGE if one of them is not held. */
+TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
+
+/* >>sequences. A sequence exists from its first append until its reset. */
+TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every layer holds; 0 for a bad seq */
+TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
+TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
+/* Keeps the first n_tokens of every layer (a layer that has fewer keeps what it has). Only exact tokens can
+ * be cut: TKV_ERR_INEXACT says how many must stay. At least hot_tokens can be cut at any time. */
+TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
+/* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished. */
+TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
+
+/* >>reports. */
+typedef struct tkv_tier_info {
+    int tokens[TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum and `dropped` make the length */
+    int blocks[TKV_TIER_COUNT];
+    int dropped; /* left every window, gone */
+} tkv_tier_info;
+TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
+TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
+
+typedef struct tkv_tier_bytes {
+    size_t tokens;   /* summed over layers; a block shared by sequences counts once */
+    size_t codes;    /* bytes that hold values (of the tokens present and of the room left in their blocks) */
+    size_t metadata; /* scales and zeros */
+} tkv_tier_bytes;
+typedef struct tkv_memory_info {
+    size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
+    tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
+    size_t tables;                       /*   formats and plans per layer */
+    size_t index;                        /*   block table, block lists, the cache itself */
+    size_t scratch;                      /*   work space of encoding and of parallel attention */
+    size_t slack;                        /*   free room in pages, padding */
+    size_t peak;                         /* highest total so far */
+    size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
+    double ratio;      /* fp16_bytes / total */
+} tkv_memory_info;
+TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
+/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing. */
+TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+
+/* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
+ * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
+TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
+
+TKV_API const char *tkv_status_text(tkv_status s);
+TKV_API const char *tkv_last_error(const tkv_cache *kv); /* of the last mutating call; "" after a success */
+TKV_API int tkv_version(void);                     /* TKV_VERSION of the implementation that is linked */
+TKV_API const char *tkv_format_name(tkv_format f); /* "kivi4"; NULL if there is none */
+TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
+TKV_API int tkv_isa_available(tkv_isa isa);
+TKV_API const char *tkv_isa_name(tkv_isa isa);
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the one it runs on */
+
+/* >>codec. The formats without a cache: one head's block of up to 64 tokens, as bytes that do not depend on
+ * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). */
+typedef struct tkv_codec {
+    tkv_format format;
+    tkv_side side;
+    int head_dim;
+    int group_size; /* 64 or 32; 0: 64. Ignored by exact formats */
+} tkv_codec;
+TKV_API size_t
+tkv_encoded_size(const tkv_codec *c); /* bytes, metadata included; 0 if the codec is not valid */
+TKV_API double tkv_format_bits(
+    const tkv_codec *c); /* stored bits per value of a full block, everything included */
+TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
+                              size_t size);
+TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
+                              ptrdiff_t stride);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* TIEREDKV_H */

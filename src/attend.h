@@ -1,0 +1,517 @@
+/*
+ * attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
+ * Online softmax: Milakov and Gimelshein (arXiv 1805.02867); split over keys and merge by log-sum-exp:
+ * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). May call cache and below; reads only.
+ *
+ *     for each sequence of the batch, KV head, tile of up to 8 query rows          (a unit)
+ *         for each chunk of blocks (at most 16, by the number of blocks alone)     (a part)
+ *             for each block: scores -> mask -> (m, l, o) of the part
+ *         the parts merge in order into the unit's (m, l, o) -> out
+ *
+ * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
+ * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
+ * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
+ * additions here and not there).
+ *
+ * Scores are relative to a reference key (the newest): see kernels.h. `origin` = scale q.ref brings the
+ * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
+ */
+#ifndef TKVI_ATTEND_H
+#define TKVI_ATTEND_H
+
+#include "cache.h"
+
+#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
+#define TKVI_IS_HIDDEN(s) (!((s) > -1e29f))
+
+/* >>the call, checked and with defaults filled in */
+typedef struct tkvi_call {
+    tkv_cache *kv;
+    const tkv_attend_params *p;
+    const tkvi_plan *plan; /* of the layer asked for: its window; the blocks are those of plan->stored */
+    const tkv_rows *rows;
+    tkv_rows one;
+    int n_rows, window;
+    int heads_per_kv;
+    float scale;
+    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+} tkvi_call;
+
+static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
+    const tkv_config *cfg;
+    int i, longest = 0;
+    if (!kv || !p) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    memset(c, 0, sizeof *c);
+    c->kv = kv;
+    c->p = p;
+    c->one.seq = p->seq;
+    c->one.n = p->n;
+    c->rows = p->batch ? p->batch : &c->one;
+    c->n_rows = p->batch ? p->n_batch : 1;
+    if (p->layer < 0 || p->layer >= cfg->n_layers || c->n_rows < 0 || c->n_rows > cfg->max_seqs)
+        return TKV_ERR_ARG;
+    c->plan = &kv->tables.plan[p->layer];
+    if (c->plan->stored < 0) return TKV_ERR_ARG;
+    for (i = 0; i < c->n_rows; i++) {
+        int len;
+        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
+        len = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored)->len;
+        if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
+        longest = tkvi_max(longest, len);
+    }
+    if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
+    if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
+    if (p->window < TKV_NONE || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
+    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
+    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
+    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->v_head_dim;
+    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->n_heads * cfg->v_head_dim;
+    c->mask_stride = p->mask_stride ? p->mask_stride : longest;
+    c->bits_stride = p->mask_bits_stride ? p->mask_bits_stride : (p->mask_bits_n + 63) / 64;
+    c->mass_stride = p->mass_stride ? p->mass_stride : longest;
+    return TKV_OK;
+}
+
+/* >>unit: a tile of query rows of one KV head of one sequence */
+typedef struct tkvi_unit {
+    const tkvi_call *call;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int seq_row;         /* number of the sequence's first query row in q and out */
+    int item;            /* entry of the batch */
+    int n_queries, head; /* of the sequence; KV head */
+    int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
+    int k_pad, v_pad;
+    int chunk, n_chunks; /* blocks per part, parts */
+    int low, high;       /* positions that any row sees: low .. high-1 */
+} tkvi_unit;
+
+/* Row r of a unit. */
+static int tkvi_query_of(const tkvi_unit *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
+
+static int tkvi_head_of(const tkvi_unit *u, int r) {
+    return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
+}
+
+/* Position of query i, and the keys it sees by causality and window: low .. high-1. */
+static int tkvi_position(const tkvi_unit *u, int query) { return u->list->len - u->n_queries + query; }
+
+static void tkvi_visible(const tkvi_unit *u, int query, int *low, int *high) {
+    int at = tkvi_position(u, query), window = u->call->window;
+    *high = u->call->p->non_causal ? u->list->len : at + 1;
+    *low = window && at + 1 > window ? at + 1 - window : 0;
+}
+
+static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
+    return (n_queries * c->heads_per_kv + TKVI_ROWS - 1) / TKVI_ROWS;
+}
+
+static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
+    const tkv_config *cfg = &c->kv->tables.cfg;
+    int seq = c->rows[item].seq, r;
+    u->call = c;
+    u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
+    u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
+    u->item = item;
+    u->seq_row = seq_row;
+    u->n_queries = c->rows[item].n;
+    u->head = head;
+    u->first = tile * TKVI_ROWS;
+    u->rows = tkvi_min(TKVI_ROWS, u->n_queries * c->heads_per_kv - u->first);
+    u->k_pad = tkvi_round_up(cfg->head_dim, 16);
+    u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
+    u->chunk = tkvi_max(4, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
+    u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
+    u->low = u->list->len;
+    u->high = 0;
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+    }
+}
+
+/* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
+typedef struct tkvi_queries {
+    float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    float ref[TKV_MAX_HEAD_DIM];
+    float origin[TKVI_ROWS];
+} tkvi_queries;
+
+static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
+    const tkvi_pool *pool = &u->call->kv->pool;
+    const tkvi_block *b = &pool->block[u->ids[i]];
+    const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
+    *bytes = tkvi_block_bytes(pool, b) + r->at;
+    return r;
+}
+
+static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+    const tkvi_call *c = u->call;
+    int dim = c->kv->tables.cfg.head_dim, r, i;
+    memset(q->ref, 0, sizeof q->ref);
+    if (u->list->n > 0) {
+        const uint8_t *bytes;
+        int last = u->list->n - 1;
+        const tkvi_record *rec = tkvi_record_of(u, last, &bytes);
+        tkvi_decode_side(&rec->k, bytes, u->list->len - 1 - tkvi_block_start(c->kv, u->ids, last), 1, q->ref,
+                         0);
+    }
+    for (r = 0; r < u->rows; r++) {
+        float *row = q->q + r * u->k_pad;
+        ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
+        double origin = 0.0;
+        for (i = 0; i < dim; i++) {
+            row[i] = tkvi_element(c->p->q, c->p->q_type, at + i) * c->scale;
+            origin += (double)row[i] * (double)q->ref[i];
+        }
+        for (; i < u->k_pad; i++) row[i] = 0.0f;
+        q->origin[r] = (float)origin;
+    }
+}
+
+/* >>scores of one block, with everything that changes or hides them */
+static void tkvi_modify(const tkvi_unit *u, int r, float origin, int start, int n, float *s) {
+    const tkv_attend_params *p = u->call->p;
+    int query = tkvi_query_of(u, r), at = tkvi_position(u, query), low, high, t;
+    int row = u->seq_row + query, bits_from = u->list->len - p->mask_bits_n;
+    tkvi_visible(u, query, &low, &high);
+    if (p->softcap > 0.0f)
+        for (t = 0; t < n; t++) s[t] = p->softcap * tanhf((s[t] + origin) / p->softcap);
+    if (p->alibi)
+        for (t = 0; t < n; t++) s[t] += p->alibi[tkvi_head_of(u, r)] * (float)(start + t - at);
+    if (p->mask)
+        for (t = 0; t < n; t++) {
+            float m = p->mask[row * u->call->mask_stride + start + t];
+            s[t] = m > TKVI_HIDDEN ? s[t] + m : TKVI_HIDDEN;
+        }
+    if (p->mask_bits)
+        for (t = tkvi_max(0, bits_from - start); t < n; t++) {
+            int bit = start + t - bits_from;
+            if (!(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1)) s[t] = TKVI_HIDDEN;
+        }
+    for (t = 0; t < n && start + t < low; t++) s[t] = TKVI_HIDDEN;
+    for (t = tkvi_max(0, high - start); t < n; t++) s[t] = TKVI_HIDDEN;
+    for (t = n; t < TKVI_BLOCK; t++) s[t] = TKVI_HIDDEN;
+}
+
+/* Where the record of the block after i begins, for prefetching; NULL after the last. */
+static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
+    const uint8_t *bytes = NULL;
+    if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
+    return bytes;
+}
+
+/* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
+static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, float *scores) {
+    const tkv_cache *kv = u->call->kv;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), r;
+    const uint8_t *bytes;
+    const tkvi_record *rec;
+    if (end <= u->low || start >= u->high) return 0;
+    rec = tkvi_record_of(u, i, &bytes);
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i), q->q, q->ref, u->rows,
+                                          end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+    for (r = 0; r < u->rows; r++)
+        tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
+    return 1;
+}
+
+/* >>part: the online softmax over one chunk of blocks */
+static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, int chunk, float *m, float *l,
+                                    float *o) {
+    const tkv_cache *kv = u->call->kv;
+    float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, t, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk);
+    memset(o, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    for (r = 0; r < u->rows; r++) {
+        m[r] = TKVI_HIDDEN;
+        l[r] = 0.0f;
+    }
+    for (i = chunk * u->chunk; i < last; i++) {
+        const uint8_t *bytes, *next = tkvi_next_record(u, i);
+        const tkvi_record *rec;
+        int seen = 0;
+        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        for (r = 0; r < u->rows; r++) {
+            const float *s = scores + r * TKVI_BLOCK;
+            float *w = p + r * TKVI_BLOCK, most = kv->kernels->max64(s);
+            if (TKVI_IS_HIDDEN(most)) {
+                memset(w, 0, TKVI_BLOCK * sizeof(float));
+                continue;
+            }
+            seen = 1;
+            if (most > m[r]) {
+                float shrink = TKVI_IS_HIDDEN(m[r]) ? 0.0f : expf(m[r] - most);
+                float *row = o + r * u->v_pad;
+                for (t = 0; t < u->v_pad; t++) row[t] *= shrink;
+                l[r] *= shrink;
+                m[r] = most;
+            }
+            l[r] += kv->kernels->exp64(s, m[r], w);
+        }
+        if (!seen) continue;
+        rec = tkvi_record_of(u, i, &bytes);
+        kv->kernels->v[rec->v.format->stored](
+            &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
+            tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
+            tkvi_planes(&rec->v, kv->tables.cfg.precise), o);
+    }
+}
+
+/* (m, l, o) of one row grows by those of another set of keys. */
+static TKVI_NOINLINE void tkvi_merge_row(float *m, float *l, float *o, float m2, float l2, const float *o2,
+                                         int dim) {
+    float a, b;
+    int i;
+    if (!(l2 > 0.0f)) return;
+    if (!(*l > 0.0f)) {
+        *m = m2;
+        *l = l2;
+        memcpy(o, o2, (size_t)dim * sizeof(float));
+        return;
+    }
+    a = m2 > *m ? expf(*m - m2) : 1.0f;
+    b = m2 > *m ? 1.0f : expf(m2 - *m);
+    *m = m2 > *m ? m2 : *m;
+    *l = *l * a + l2 * b;
+    for (i = 0; i < dim; i++) o[i] = o[i] * a + o2[i] * b;
+}
+
+/* The unit's rows go out; learned sinks join the sum. */
+static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, float *m, float *l,
+                                      const float *o) {
+    const tkvi_call *c = u->call;
+    int dim = c->kv->tables.cfg.v_head_dim, r, i;
+    for (r = 0; r < u->rows; r++) {
+        int head = tkvi_head_of(u, r), row = u->seq_row + tkvi_query_of(u, r);
+        float origin = c->p->softcap > 0.0f ? 0.0f : q->origin[r], weight = 1.0f;
+        ptrdiff_t at = row * c->out_row + head * c->out_head;
+        int empty = !(l[r] > 0.0f);
+        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+            float s = c->p->sinks[head] - origin;
+            if (empty) {
+                m[r] = s;
+                l[r] = 1.0f;
+            } else if (s > m[r]) {
+                weight = expf(m[r] - s);
+                l[r] = l[r] * weight + 1.0f;
+                m[r] = s;
+            } else {
+                l[r] += expf(s - m[r]);
+            }
+        }
+        for (i = 0; i < dim; i++)
+            tkvi_save_element(c->p->out, c->p->out_type, at + i,
+                              empty ? 0.0f : o[r * u->v_pad + i] * weight / l[r]);
+        if (c->p->lse)
+            c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + head] =
+                l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
+    }
+}
+
+/* >>work: units, serial or in parallel, whole or in parts */
+typedef struct tkvi_work {
+    const tkvi_call *call;
+    int n_units, n_chunks;
+    float *parts; /* [unit][chunk][TKVI_ROWS][v_pad + 2]: o, m, l */
+} tkvi_work;
+
+static int tkvi_count_units(const tkvi_call *c) {
+    int i, n = 0;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
+    return n;
+}
+
+static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
+    int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
+    for (i = 0;; i++) {
+        int units = tkvi_tiles_of(c, c->rows[i].n) * heads;
+        if (number < units) {
+            tkvi_unit_init(u, c, i, row, number % heads, number / heads);
+            return;
+        }
+        number -= units;
+        row += c->rows[i].n;
+    }
+}
+
+static void tkvi_run_unit(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    float m[TKVI_ROWS], l[TKVI_ROWS], m2[TKVI_ROWS], l2[TKVI_ROWS];
+    float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o2[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_queries q;
+    tkvi_unit u;
+    int chunk, r;
+    tkvi_find_unit(w->call, index, &u);
+    tkvi_load_queries(&u, &q);
+    memset(l, 0, sizeof l);
+    for (chunk = 0; chunk < u.n_chunks; chunk++) {
+        tkvi_part(&u, &q, chunk, m2, l2, o2);
+        for (r = 0; r < u.rows; r++)
+            tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
+    }
+    tkvi_finish(&u, &q, m, l, o);
+}
+
+static float *tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+    return w->parts + (size_t)((unit * w->n_chunks + chunk) * TKVI_ROWS) * (size_t)(u->v_pad + 2);
+}
+
+static void tkvi_run_part(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    int chunk = index % w->n_chunks;
+    float *o;
+    tkvi_queries q;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, index / w->n_chunks, &u);
+    if (chunk >= u.n_chunks) return;
+    tkvi_load_queries(&u, &q);
+    o = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_part(&u, &q, chunk, o + TKVI_ROWS * u.v_pad, o + TKVI_ROWS * (u.v_pad + 1), o);
+}
+
+static void tkvi_merge_parts(const tkvi_work *w, int unit) {
+    float m[TKVI_ROWS], l[TKVI_ROWS], o[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_queries q;
+    tkvi_unit u;
+    int chunk, r;
+    tkvi_find_unit(w->call, unit, &u);
+    tkvi_load_queries(&u, &q);
+    memset(l, 0, sizeof l);
+    for (chunk = 0; chunk < u.n_chunks; chunk++) {
+        const float *o2 = tkvi_part_at(w, &u, unit, chunk), *m2 = o2 + TKVI_ROWS * u.v_pad,
+                    *l2 = m2 + TKVI_ROWS;
+        for (r = 0; r < u.rows; r++)
+            tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
+    }
+    tkvi_finish(&u, &q, m, l, o);
+}
+
+/* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
+static int tkvi_take_parts(tkv_cache *kv) {
+    if (!kv->parts) return 0;
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
+#else
+    return 0;
+#endif
+}
+
+static void tkvi_leave_parts(tkv_cache *kv) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
+#else
+    (void)kv;
+#endif
+}
+
+/* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
+#define TKVI_MASS_CHUNK 16 /* blocks */
+
+static void tkvi_run_mass(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    const tkvi_call *c = w->call;
+    float scores[TKVI_ROWS * TKVI_BLOCK];
+    int number, i, r, t;
+    for (number = 0; number < w->n_units; number++) {
+        tkvi_queries q;
+        tkvi_unit u;
+        int last;
+        tkvi_find_unit(c, number, &u);
+        last = tkvi_min(u.list->n, (index + 1) * TKVI_MASS_CHUNK);
+        if (index * TKVI_MASS_CHUNK >= last) continue;
+        tkvi_load_queries(&u, &q);
+        for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
+            float *mass = c->p->mass + u.item * c->mass_stride + tkvi_block_start(c->kv, u.ids, i);
+            if (!tkvi_block_scores(&u, &q, i, scores)) continue;
+            for (r = 0; r < u.rows; r++) {
+                int row = u.seq_row + tkvi_query_of(&u, r);
+                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
+                const float *s = scores + r * TKVI_BLOCK;
+                if (c->p->softcap <= 0.0f) lse -= q.origin[r];
+                for (t = 0; t < TKVI_BLOCK; t++)
+                    if (!TKVI_IS_HIDDEN(s[t])) mass[t] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+            }
+        }
+    }
+}
+
+static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
+    int i;
+    if (kv->tables.cfg.parallel_for && n > 1)
+        kv->tables.cfg.parallel_for(kv->tables.cfg.parallel_user, n, task, ctx);
+    else
+        for (i = 0; i < n; i++) task(ctx, i);
+}
+
+/* >>public */
+TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
+    tkvi_call c;
+    tkvi_work w;
+    int i, longest = 0;
+    tkv_status st = tkvi_call_init(&c, kv, p);
+    if (st) return st;
+    w.call = &c;
+    w.n_units = tkvi_count_units(&c);
+    w.n_chunks = 0;
+    w.parts = NULL;
+    for (i = 0; i < c.n_rows; i++) {
+        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
+        longest = tkvi_max(longest, list->n);
+        if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+    }
+    if (w.n_units == 0) return TKV_OK;
+    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + 3) / 4);
+    if (w.n_chunks > 1 && w.n_units * w.n_chunks <= TKVI_MAX_PARTS && tkvi_take_parts(kv)) {
+        w.parts = kv->parts;
+        tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
+        for (i = 0; i < w.n_units; i++) tkvi_merge_parts(&w, i);
+        tkvi_leave_parts(kv);
+    } else {
+        tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
+    }
+    if (p->mass) tkvi_for(kv, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, tkvi_run_mass, &w);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
+    tkv_attend_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.q = q;
+    p.out = out;
+    return tkv_attend_ex(kv, &p);
+}
+
+TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                           int dim) {
+    int r, i;
+    for (r = 0; r < n_rows; r++) {
+        int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
+        float *o = out + (ptrdiff_t)r * dim;
+        const float *o2 = out2 + (ptrdiff_t)r * dim;
+        float top, a, b;
+        if (!have2) continue;
+        if (!have) {
+            memcpy(o, o2, (size_t)dim * sizeof(float));
+            lse[r] = lse2[r];
+            continue;
+        }
+        top = lse[r] > lse2[r] ? lse[r] : lse2[r];
+        a = expf(lse[r] - top);
+        b = expf(lse2[r] - top);
+        for (i = 0; i < dim; i++) o[i] = (o[i] * a + o2[i] * b) / (a + b);
+        lse[r] = top + logf(a + b);
+    }
+}
+
+#endif /* TKVI_ATTEND_H */

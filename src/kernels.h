@@ -1,0 +1,215 @@
+/*
+ * kernels.h - what attention asks of an instruction set, and the scalar answer, which is the definition.
+ *
+ * A kernel works on one KV head's record of one block and up to TKVI_ROWS query rows at once (the query
+ * heads of a group and several queries), so that each byte of the cache is read and unpacked once for all
+ * of them. The other kernel files compute the same with vectors, within rounding of float sums.
+ * May call formats and below.
+ *
+ * Integer attention on tiles (the scales never touch a code):
+ *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c, round w to 8 bits (one plane) or
+ *      15 (two planes, hi * 128 + lo), multiply by codes in integers, and take the rest in floats:
+ *      step * (sum w code - sum w centre) + sum_c q_c (zero_c - ref_c + centre scale_c)
+ *   V: the same with weights p_t scale_t per token, per group of channels.
+ * KIVI, and the int8 folding measured in ggml's rivals, describe the fold; centre terms from the float
+ * query keep the rounding away from the mean of the codes.
+ *
+ * `ref` is any key; scores are q.(k - ref), the same for softmax, and large biases that all keys share
+ * (Qwen2's reach 900) then cost no precision. The caller adds q.ref where the absolute logit matters.
+ */
+#ifndef TKVI_KERNELS_H
+#define TKVI_KERNELS_H
+
+#include "format_table.h"
+
+#define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
+#define TKVI_PLANE 127
+#define TKVI_TWO_PLANES (127 * 128)
+
+/* `next` is the side that the same kernel reads next (K of the following block, or V), or NULL: its s->bytes
+ * are prefetched between the products, a line here and there. A burst of prefetches stalls, and hardware
+ * prefetchers stop at the end of a record.
+ * scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block;
+ * scores beyond them are finite rubbish. Exact sides have rows for n tokens at least: read no further. */
+typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int planes, float *scores);
+/* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], zero beyond n. */
+typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int planes, float *out);
+
+typedef struct tkvi_kernels {
+    tkv_isa isa;
+    const char *name;
+    tkvi_k_kernel k[TKVI_STORAGE_COUNT];
+    tkvi_v_kernel v[TKVI_STORAGE_COUNT];
+    tkvi_halves halves;
+    /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
+    float (*exp64)(const float *s, float max, float *p);
+    float (*max64)(const float *s); /* the largest of 64 scores */
+} tkvi_kernels;
+
+/* Planes of q and p that keep arithmetic below a tenth of the format's own error: one 8-bit plane is enough
+ * where the codes are as coarse as 2 bits. */
+static int tkvi_planes(const tkvi_side *s, int precise) {
+    int width;
+    for (width = TKVI_MAX_WIDTH; width > 2; width--)
+        if (s->runs.n[width]) return 2;
+    return precise ? 2 : 1;
+}
+
+/* >>exact tiers: rows [token][pad] */
+static void tkvi_exact_k(const tkvi_side *s, float (*load)(const uint8_t *), const uint8_t *src,
+                         const float *q, const float *ref, int rows, int n, float *scores) {
+    int size = s->format->bits / 8, r, t, c;
+    memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (t = 0; t < n; t++)
+        for (c = 0; c < s->dim; c++) {
+            float k = load(src + (t * s->pad + c) * size) - ref[c];
+            for (r = 0; r < rows; r++) scores[r * TKVI_BLOCK + t] += q[r * s->pad + c] * k;
+        }
+}
+
+static void tkvi_exact_v(const tkvi_side *s, float (*load)(const uint8_t *), const uint8_t *src,
+                         const float *p, int rows, int n, float *out) {
+    int size = s->format->bits / 8, r, t, c;
+    for (t = 0; t < n; t++)
+        for (c = 0; c < s->dim; c++) {
+            float v = load(src + (t * s->pad + c) * size);
+            for (r = 0; r < rows; r++) out[r * s->pad + c] += p[r * TKVI_BLOCK + t] * v;
+        }
+}
+
+#define TKVI_EXACT_KERNEL_(t)                                                                                \
+    static void tkvi_##t##_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
+                                    const float *q, const float *ref, int rows, int n, int planes,           \
+                                    float *scores) {                                                         \
+        (void)next;                                                                                          \
+        (void)planes;                                                                                        \
+        tkvi_exact_k(s, tkvi_load_##t, src, q, ref, rows, n, scores);                                        \
+    }                                                                                                        \
+    static void tkvi_##t##_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next,             \
+                                    const float *p, int rows, int n, int planes, float *out) {               \
+        (void)next;                                                                                          \
+        (void)planes;                                                                                        \
+        tkvi_exact_v(s, tkvi_load_##t, src, p, rows, n, out);                                                \
+    }
+TKVI_EXACT_KERNEL_(f32)
+TKVI_EXACT_KERNEL_(f16)
+TKVI_EXACT_KERNEL_(bf16)
+#undef TKVI_EXACT_KERNEL_
+
+/* >>tiles */
+/* Rounds n weights to integers of at most `top`; returns the step. Zero weights give step 0. */
+static float tkvi_round_weights(const float *w, int n, int top, int *rounded) {
+    float most = 0.0f, inverse;
+    int i;
+    for (i = 0; i < n; i++) {
+        float a = w[i] < 0.0f ? -w[i] : w[i];
+        most = a > most ? a : most;
+    }
+    inverse = most > 0.0f ? (float)top / most : 0.0f;
+    if (!tkvi_is_finite(inverse)) inverse = 0.0f; /* weights below 1e-34 contribute nothing */
+    for (i = 0; i < n; i++) rounded[i] = tkvi_max(-top, tkvi_min(top, tkvi_rne(w[i] * inverse)));
+    return inverse > 0.0f ? most / (float)top : 0.0f;
+}
+
+static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                const float *ref, int rows, int n, int planes, float *scores) {
+    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, g, r, t, i, c;
+    (void)next;
+    s->format->side[TKV_K].meta(s, src, tkvi_halves_scalar, scale, zero);
+    for (r = 0; r < rows; r++)
+        for (g = 0; g < s->groups; g++) {
+            float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
+            int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
+            tkvi_tile_at at = tkvi_tiles(&s->runs);
+            for (c = 0; c < s->pad; c++)
+                folded[c] = q[r * s->pad + tkvi_channel(s, c)] * scale[g * s->pad + c];
+            step = tkvi_round_weights(folded, s->pad, top, w);
+            memset(sum, 0, sizeof sum);
+            for (width = TKVI_MAX_WIDTH; width > 0; width--)
+                for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+                    uint8_t tile[TKVI_TILE_CODES];
+                    float centre = tkvi_centre(s, width);
+                    tkvi_unpack_tile(src, &at, width, tile);
+                    tkvi_next_tile(&at, width);
+                    for (c = 0; c < 4; c++) {
+                        int m = g * s->pad + position + c, channel = tkvi_channel(s, position + c);
+                        rest += q[r * s->pad + channel] * ((zero[m] - ref[channel]) + centre * scale[m]);
+                        middle += centre * (float)w[position + c];
+                        for (t = 0; t < n; t++)
+                            sum[t] += w[position + c] *
+                                      (s->levels ? s->levels[tile[4 * t + c] & 15] : tile[4 * t + c]);
+                    }
+                }
+            for (t = g * s->group; t < tkvi_min((g + 1) * s->group, TKVI_BLOCK); t++)
+                scores[r * TKVI_BLOCK + t] = step * ((float)sum[t] - middle) + rest;
+        }
+}
+
+static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                int rows, int n, int planes, float *out) {
+    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, number = 0;
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    (void)next;
+    s->format->side[TKV_V].meta(s, src, tkvi_halves_scalar, scale, zero);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i += 4, number++) { /* one slab of 16 channels */
+            uint8_t tile[4][TKVI_TILE_CODES];
+            const float *sc = scale + number * 16 / s->group * TKVI_BLOCK,
+                        *z = zero + number * 16 / s->group * TKVI_BLOCK;
+            float centre = tkvi_centre(s, width);
+            for (c = 0; c < 4; c++) {
+                tkvi_unpack_tile(src, &at, width, tile[c]);
+                tkvi_next_tile(&at, width);
+            }
+            for (r = 0; r < rows; r++) {
+                float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
+                int w[TKVI_BLOCK], sum[16];
+                for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
+                step = tkvi_round_weights(folded, TKVI_BLOCK, top, w);
+                memset(sum, 0, sizeof sum);
+                for (t = 0; t < n; t++) {
+                    const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
+                    rest += p[r * TKVI_BLOCK + t] * (z[t] + centre * sc[t]);
+                    middle += centre * (float)w[t];
+                    for (c = 0; c < 16; c++)
+                        sum[c] += w[t] * (s->levels ? s->levels[codes[4 * c] & 15] : codes[4 * c]);
+                }
+                for (c = 0; c < 16; c++)
+                    out[r * s->pad + 16 * number + c] += step * ((float)sum[c] - middle) + rest;
+            }
+        }
+}
+
+static float tkvi_exp64_scalar(const float *s, float max, float *p) {
+    float sum = 0.0f;
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        float x = s[t] - max;
+        p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, whatever the flags */
+        sum += p[t];
+    }
+    return sum;
+}
+
+static float tkvi_max64_scalar(const float *s) {
+    float max = s[0];
+    int t;
+    for (t = 1; t < TKVI_BLOCK; t++) max = s[t] > max ? s[t] : max;
+    return max;
+}
+
+static const tkvi_kernels tkvi_kernels_scalar = {
+    TKV_ISA_SCALAR,
+    "scalar",
+    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar},
+    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar},
+    tkvi_halves_scalar,
+    tkvi_exp64_scalar,
+    tkvi_max64_scalar,
+};
+
+#endif /* TKVI_KERNELS_H */

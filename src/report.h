@@ -1,0 +1,351 @@
+/*
+ * report.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
+ * a walk over all invariants. May call everything above; changes nothing.
+ */
+#ifndef TKVI_REPORT_H
+#define TKVI_REPORT_H
+
+#include "reference.h"
+
+TKV_API int tkv_version(void) { return TKV_VERSION; }
+
+TKV_API const char *tkv_status_text(tkv_status s) {
+#define TKVI_STATUS_CASE_(name, value, text)                                                                 \
+    if (s == name) return text;
+    TKV_STATUS_LIST(TKVI_STATUS_CASE_)
+#undef TKVI_STATUS_CASE_
+    return "unknown status";
+}
+
+TKV_API const char *tkv_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv) { return kv ? kv->kernels->isa : TKV_ISA_AUTO; }
+
+/* >>tokens */
+TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i;
+    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    if (layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    for (i = 0; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        out->tokens[tier] += tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i);
+        out->blocks[tier]++;
+    }
+    out->dropped = list->dropped;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i;
+    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    if (layer < 0) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
+    for (i = list->n - 1; tkvi_block_start(kv, ids, i) > token;) i--;
+    *out = tkvi_tier_at(list, i);
+    return TKV_OK;
+}
+
+/* >>bytes */
+/* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_record *record, int heads,
+                           size_t tokens) {
+    int h;
+    m->tier[tier].tokens += tokens;
+    for (h = 0; h < heads; h++) {
+        m->tier[tier].codes += record[h].k.code_bytes + record[h].v.code_bytes;
+        m->tier[tier].metadata += record[h].k.meta_bytes + record[h].v.meta_bytes;
+    }
+}
+
+/* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
+static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
+    int tier;
+    size_t used = 0, tokens = 0;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        used += m->tier[tier].codes + m->tier[tier].metadata;
+        tokens += m->tier[tier].tokens;
+    }
+    m->slack += page_bytes - used;
+    m->fp16_bytes = tokens * (size_t)cfg->n_kv_heads * (size_t)(cfg->head_dim + cfg->v_head_dim) * 2u;
+    m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
+}
+
+/* A block counts once, where its first holder has it (a mark would be a write; holders are few). */
+static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
+    int s, i;
+    if (kv->pool.block[id].refs == 1) return 1;
+    for (s = 0; s < seq; s++) {
+        const tkvi_list *list = tkvi_list_of(kv, s, layer);
+        const uint32_t *ids = tkvi_ids(kv, s, layer);
+        for (i = 0; i < list->n; i++)
+            if (ids[i] == id) return 0;
+    }
+    return 1;
+}
+
+TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
+    const tkv_config *cfg;
+    int seq, layer, i;
+    if (!kv || !out) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    memset(out, 0, sizeof *out);
+    for (seq = 0; seq < cfg->max_seqs; seq++)
+        for (layer = 0; layer < cfg->n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (tkvi_first_holder(kv, seq, layer, ids[i]))
+                    tkvi_add_block(out, tkvi_tier_at(list, i), kv->tables.coding[b->coding].record,
+                                   cfg->n_kv_heads, (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+            }
+        }
+    out->total = kv->heap.held;
+    out->peak = kv->heap.peak;
+    out->tables = kv->table_bytes;
+    out->scratch = kv->scratch_bytes;
+    out->index =
+        kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables - out->scratch;
+    tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
+    return TKV_OK;
+}
+
+/* >>estimate: the same sums over the plan instead of over blocks */
+typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that came one by one */
+    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* the sinks' block and tokens are apart */
+    int sink_tokens;
+} tkvi_layer_sum;
+
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
+    tkvi_layer_sum s;
+    int end = tkvi_min(n, p->sink), due = n - 1; /* the length that the last append's ageing saw */
+    memset(&s, 0, sizeof s);
+#define TKVI_GONE_(end) (p->keep && (end) < n && (int64_t)(end) + p->keep + tkvi_drop_margin(p) <= due)
+    s.sink_tokens = TKVI_GONE_(end) ? 0 : end;
+    while (end < n) {
+        int start = end;
+        tkv_tier tier;
+        end = tkvi_min(n, start + TKVI_BLOCK);
+        if (TKVI_GONE_(end)) continue;
+        tier = end > due || end - start < TKVI_BLOCK ? TKV_HOT : tkvi_tier_due(p, p->hot, end, due);
+        s.blocks[tier]++;
+        s.tokens[tier] += end - start;
+    }
+#undef TKVI_GONE_
+    return s;
+}
+
+static void tkvi_add_blocks(tkv_memory_info *m, tkvi_shape *h, int coding, tkv_tier tier, int64_t blocks,
+                            int64_t tokens, int64_t *live) {
+    size_t records = (size_t)(blocks * h->cfg.n_kv_heads);
+    tkvi_record r;
+    tkvi_record_init(&r, &h->cfg, h->key[coding]);
+    m->tier[tier].tokens += (size_t)tokens;
+    m->tier[tier].codes += records * (r.k.code_bytes + r.v.code_bytes);
+    m->tier[tier].metadata += records * (r.k.meta_bytes + r.v.meta_bytes);
+    live[h->class_of[coding]] += blocks;
+}
+
+TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_shape h;
+    tkvi_sizes fixed;
+    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
+    tkv_memory_info m;
+    int i, tier, c;
+    tkv_status st = tkv_config_validate(cfg, NULL, 0);
+    if (!st) st = tkvi_shape_of(cfg, &h);
+    if (st) return st;
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+        return TKV_ERR_ARG;
+    if (!tkvi_fixed_sizes(&h, &fixed)) return TKV_ERR_CONFIG;
+    memset(&m, 0, sizeof m);
+    memset(live, 0, sizeof live);
+    for (i = 0; i < h.cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+        tkvi_plan p;
+        tkvi_layer_sum s;
+        int64_t here = 0;
+        (void)tkvi_plan_of(&h, i, &p);
+        if (p.stored != i) continue;
+        s = tkvi_layer_after(&p, n_tokens);
+        if (s.sink_tokens)
+            tkvi_add_blocks(&m, &h, p.sink_coding, TKV_HOT, n_seqs, (int64_t)s.sink_tokens * n_seqs, live);
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+            tkvi_add_blocks(&m, &h, p.coding[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
+                            s.tokens[tier] * n_seqs, live);
+            here += s.blocks[tier];
+        }
+        here += s.sink_tokens > 0;
+        all += here;
+        most = here > most ? here : most;
+    }
+    for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
+    m.tables = fixed.tables;
+    m.scratch = fixed.recode + fixed.parts;
+    m.index = fixed.total - m.tables - m.scratch;
+    if (all) {
+        m.index += tkvi_cap_for(all * n_seqs) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index +=
+            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
+    }
+    m.total = m.index + m.tables + m.scratch + (size_t)pages * h.page_bytes;
+    m.peak = m.total;
+    tkvi_sum_up(&m, &h.cfg, (size_t)pages * h.page_bytes);
+    *out = m;
+    return TKV_OK;
+}
+
+/* >>self-check */
+typedef struct tkvi_checker {
+    const tkv_cache *kv;
+    char *reason;
+    size_t size;
+} tkvi_checker;
+
+static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
+    tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
+    tkvi_say(&t, what);
+    tkvi_say(&t, " (");
+    tkvi_say_int(&t, where);
+    tkvi_say(&t, ")");
+    return TKV_ERR_BROKEN;
+}
+
+static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    if (p->stored != layer)
+        return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
+                                    : TKV_OK;
+    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
+        return tkvi_broken(k, "a list is longer than its room", layer);
+    if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
+        list->sinks + list->archive + list->warm > list->n)
+        return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
+        return tkvi_broken(k, "a length is out of range in layer", layer);
+    if ((list->n == 0) != (list->len == 0))
+        return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+    if (list->n && tkvi_block_start(kv, ids, 0) != list->dropped)
+        return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b;
+        int tokens, coding;
+        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0)
+            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+        b = &kv->pool.block[ids[i]];
+        tokens = tkvi_block_end(kv, list, ids, i) - b->start;
+        if (tokens < 1 || tokens > kv->tables.coding[b->coding].tokens)
+            return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+        coding = i < list->sinks ? p->sink_coding : p->coding[tkvi_tier_at(list, i)];
+        if (b->coding != coding)
+            return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+        if (i >= list->sinks && tkvi_tier_at(list, i) == TKV_ARCHIVE &&
+            tkvi_tier_due(p, 0, tkvi_block_end(kv, list, ids, i), list->len) != TKV_ARCHIVE)
+            return tkvi_broken(k, "a block is in the archive too early", (int64_t)ids[i]);
+    }
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_pool(const tkvi_checker *k) {
+    const tkvi_pool *pool = &k->kv->pool;
+    int64_t live = 0, promised, holes, pages;
+    uint32_t i, n, n_free = 0;
+    int c, s, seq;
+    for (i = pool->free_page, n = 0; i != TKVI_NIL; i = pool->page[i].after, n++)
+        if (n >= pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != -1)
+            return tkvi_broken(k, "the list of free pages is broken", i);
+    if (n != pool->n_free_pages) return tkvi_broken(k, "free pages are miscounted", n);
+    for (i = 0; i < pool->n_pages; i++) {
+        const tkvi_page *p = &pool->page[i];
+        int used = 0;
+        if (p->size_class < 0) {
+            n_free++;
+            continue;
+        }
+        for (s = 0; s < 64; s++) {
+            if (!(p->taken >> s & 1)) continue;
+            used++;
+            if (s >= pool->tables->size_class[p->size_class].slots)
+                return tkvi_broken(k, "a slot beyond its page", i);
+            if (p->owner[s] >= pool->block_cap || pool->block[p->owner[s]].refs == 0 ||
+                pool->block[p->owner[s]].page != i || pool->block[p->owner[s]].slot != s)
+                return tkvi_broken(k, "a slot and its block disagree", i);
+        }
+        if (used != p->used || used == 0) return tkvi_broken(k, "a page's slots are miscounted", i);
+        live += used;
+    }
+    if (n_free != pool->n_free_pages) return tkvi_broken(k, "a page is neither free nor used", n_free);
+    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const tkvi_class *size_class = &pool->tables->size_class[c];
+        holes = pages = promised = 0;
+        for (i = 0; i < pool->n_pages; i++) {
+            if (pool->page[i].size_class != c) continue;
+            pages++;
+            holes += size_class->slots - pool->page[i].used;
+        }
+        if (pages != tkvi_pages_for(size_class, pool->live[c]))
+            return tkvi_broken(k, "more pages than blocks need, class", c);
+        for (i = pool->room[c], n = 0; i != TKVI_NIL; i = pool->page[i].after) {
+            if (n++ > pool->n_pages || pool->page[i].size_class != c)
+                return tkvi_broken(k, "a list of pages with room is broken, class", c);
+            holes -= size_class->slots - pool->page[i].used;
+        }
+        if (holes) return tkvi_broken(k, "a page with room is not in its list, class", c);
+        for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
+            promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
+    tkvi_checker k;
+    tkv_memory_info m;
+    tkv_status st;
+    uint32_t id;
+    int seq, layer, tier;
+    size_t held, sum;
+    int64_t refs = 0, entries = 0;
+    if (!kv) return TKV_ERR_ARG;
+    k.kv = kv;
+    k.reason = reason;
+    k.size = size;
+    if (reason && size) *reason = 0;
+    st = tkvi_check_pool(&k);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+            st = tkvi_check_list(&k, seq, layer);
+            entries += tkvi_list_of(kv, seq, layer)->n;
+        }
+    if (st) return st;
+    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs;
+    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", refs);
+    held = kv->fixed_bytes + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
+    if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
+    st = tkv_memory(kv, &m);
+    sum = m.tables + m.index + m.scratch + m.slack;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
+    if (st || sum != m.total)
+        return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+    return TKV_OK;
+}
+
+#endif /* TKVI_REPORT_H */

@@ -1,0 +1,642 @@
+/*
+ * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
+ * May call cache and below.
+ *
+ * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
+ * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
+ * failed call leaves the cache as it was. Ageing looks at lengths alone: at the start of an append (or of a
+ * step) a block whose last token is hot_tokens old moves to warm, one that is hot_tokens + warm_tokens old
+ * to the archive, always whole blocks, and never the tokens of the chunk that is about to be attended to.
+ */
+#ifndef TKVI_SEQUENCE_H
+#define TKVI_SEQUENCE_H
+
+#include "cache.h"
+
+/* >>ageing */
+static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
+    int64_t age = (int64_t)len - end;
+    if (age < hot) return TKV_HOT;
+    return age < (int64_t)hot + p->warm ? TKV_WARM : TKV_ARCHIVE;
+}
+
+typedef struct tkvi_recoding {
+    tkv_cache *kv;
+    const tkvi_coding *from, *to;
+    int tokens;
+} tkvi_recoding;
+
+static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
+    const tkvi_recoding *r = (const tkvi_recoding *)ctx;
+    const tkv_config *cfg = &r->kv->tables.cfg;
+    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
+        tkvi_decode_side(&a->k, src + a->at, 0, r->tokens, k, dk);
+        tkvi_decode_side(&a->v, src + a->at + a->v_at, 0, r->tokens, v, dv);
+        tkvi_encode_side(&b->k, k, dk, r->tokens, dst + b->at);
+        tkvi_encode_side(&b->v, v, dv, r->tokens, dst + b->at + b->v_at);
+    }
+}
+
+/* Block i of a list goes to another tier's coding, or only on paper. */
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
+    tkvi_block *b = &kv->pool.block[id];
+    tkvi_recoding r;
+    if (b->coding == coding) return;
+    if (paper) {
+        tkvi_peak_take(paper, coding);
+        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
+        return;
+    }
+    r.kv = kv;
+    r.from = &kv->tables.coding[b->coding];
+    r.to = &kv->tables.coding[coding];
+    r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
+    if (b->refs > 1) { /* the other holders keep theirs */
+        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        b = &kv->pool.block[id];
+        tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        tkvi_release_block(&kv->pool, id);
+    } else {
+        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+    }
+}
+
+/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
+ * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
+static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, gone = 0, len = now.len;
+    while (p->keep && gone + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
+        const tkvi_block *b = &kv->pool.block[ids[gone]];
+        if (paper && b->refs == 1) tkvi_peak_give(paper, b->coding);
+        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
+        gone++;
+    }
+    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
+        int left = gone, tier, *of_tier[3];
+        of_tier[0] = &now.sinks;
+        of_tier[1] = &now.archive;
+        of_tier[2] = &now.warm;
+        now.dropped = tkvi_block_start(kv, ids, gone);
+        for (tier = 0; tier < 3; tier++) {
+            int take = tkvi_min(left, *of_tier[tier]);
+            *of_tier[tier] -= take;
+            left -= take;
+        }
+        now.n -= gone;
+        if (paper) {
+            ids += gone;
+        } else {
+            memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
+            *list = now;
+        }
+    }
+    for (i = now.sinks + now.archive; i < now.n; i++) {
+        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
+        int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_due(p, hot, end, len);
+        if (due == TKV_HOT || (!whole && !partial)) break;
+        if (is_warm && due == TKV_WARM) {
+            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
+            continue;
+        }
+        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), p->coding[due], paper);
+        if (is_warm) now.warm--;
+        if (due == TKV_ARCHIVE) now.archive++;
+        else now.warm++;
+    }
+    if (!paper) *list = now;
+}
+
+/* Slots of a class that tkv_reserve holds for a sequence. */
+static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
+    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
+}
+
+/* >>paper: starts with what there is and what others were promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv, const tkv_rows *rows, int n_rows) {
+    tkvi_peak k;
+    int c, i, classes = kv->tables.n_classes;
+    k.tables = &kv->tables;
+    k.live = kv->peak_live;
+    k.pages = 0;
+    k.blocks = kv->pool.n_blocks;
+    for (c = 0; c < classes; c++) {
+        int64_t others = kv->pool.promised[c];
+        for (i = 0; i < n_rows; i++) others -= *tkvi_promised(kv, rows[i].seq, c);
+        k.live[c] = kv->pool.live[c] + others;
+        k.blocks += others;
+    }
+    k.most_blocks = k.blocks;
+    tkvi_peak_note(&k);
+    return k;
+}
+
+/* Does the tail have a block that takes another token? */
+static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                          const uint32_t *ids) {
+    int last = list->n - 1, room;
+    if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    room = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
+}
+
+/* Blocks that n more tokens open, and the sink block among them. */
+static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                           const uint32_t *ids, int n, int *sink) {
+    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    *sink = rest > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) rest -= p->sink;
+    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+}
+
+static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->coding[TKV_HOT]);
+}
+
+/* >>reservations */
+static void tkvi_add_promise(tkv_cache *kv, int seq, int coding, int64_t slots) {
+    int size_class = kv->tables.coding[coding].size_class;
+    kv->pool.promised[size_class] += slots;
+    *tkvi_promised(kv, seq, size_class) += slots;
+}
+
+/* Adds up what the layers of seq may still take on their way to length `len`: each new block, and each
+ * block that comes of age, without counting on what is freed meanwhile, so that any chunking fits. */
+static void tkvi_promise(tkv_cache *kv, int seq, int len) {
+    int layer, i, c, waiting = 0;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        kv->pool.promised[c] -= *tkvi_promised(kv, seq, c);
+        *tkvi_promised(kv, seq, c) = 0;
+    }
+    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int64_t need[TKV_TIER_COUNT];
+        int sink, blocks, end, tier;
+        if (p->stored != layer || list->len >= len) continue;
+        waiting = 1;
+        memset(need, 0, sizeof need);
+        blocks = tkvi_new_blocks(kv, p, list, ids, len - list->len, &sink);
+        need[TKV_HOT] = blocks - sink + 1; /* one more for a tail that must be copied first */
+        for (i = list->sinks + list->archive; i < list->n; i++) {
+            end = tkvi_block_end(kv, list, ids, i);
+            need[TKV_WARM] +=
+                tkvi_tier_at(list, i) == TKV_HOT && tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
+            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
+        }
+        for (i = 0; i < blocks; i++) { /* the new ones, as if they began at the length */
+            end = list->len + i * TKVI_BLOCK;
+            need[TKV_WARM] += tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
+            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
+        }
+        tkvi_add_promise(kv, seq, p->sink_coding, sink);
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) tkvi_add_promise(kv, seq, p->coding[tier], need[tier]);
+    }
+    kv->seq[seq].reserved_len = waiting ? len : 0;
+}
+
+/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
+static void tkvi_settle(tkv_cache *kv, int seq) {
+    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
+    tkvi_trim(&kv->pool);
+}
+
+/* >>storing tokens */
+typedef struct tkvi_source { /* one of k, v of an append */
+    const void *data;
+    tkv_type type;
+    ptrdiff_t token_stride, head_stride; /* in elements */
+    int dim;
+} tkvi_source;
+
+static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+    int t, h, c;
+    for (t = 0; t < n; t++)
+        for (h = 0; h < heads; h++)
+            for (c = 0; c < s->dim; c++)
+                if (!tkvi_is_finite(
+                        tkvi_element(s->data, s->type, t * s->token_stride + h * s->head_stride + c)))
+                    return 0;
+    return 1;
+}
+
+static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
+                           uint8_t *dst) {
+    float row[TKV_MAX_HEAD_DIM];
+    int c;
+    for (c = 0; c < s->dim; c++) {
+        float x = tkvi_element(s->data, s->type, token * s->token_stride + head * s->head_stride + c);
+        if (!tkvi_is_finite(x)) /* saturate was asked for, or the append had refused */
+            x = (tkvi_bits(x) & 0x7fffffu) ? 0.0f : (tkvi_bits(x) >> 31) ? -TKVI_F16_MAX : TKVI_F16_MAX;
+        row[c] = x;
+    }
+    side->format->side[side->which].put(side, row, at, dst);
+}
+
+/* The last block if it has room, its own copy if others hold it too, or a new one. */
+static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id;
+    if (tkvi_tail_room(kv, p, list, ids)) {
+        id = ids[list->n - 1];
+        if (kv->pool.block[id].refs > 1) {
+            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
+                   kv->tables.coding[kv->pool.block[id].coding].block_bytes);
+            kv->pool.block[id].refs--;
+            ids[list->n - 1] = id = mine;
+        }
+        return id;
+    }
+    {
+        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->coding[TKV_HOT];
+        id = tkvi_new_block(&kv->pool, coding, list->len);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].block_bytes);
+        list->sinks += sink;
+        ids[list->n++] = id;
+        return id;
+    }
+}
+
+static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                       int first, int n) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int t, h;
+    for (t = 0; t < n; t++) {
+        const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
+        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
+        int at = list->len - b->start;
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *r = &c->record[h];
+            tkvi_store_row(&r->k, k, first + t, h, at, bytes + r->at);
+            tkvi_store_row(&r->v, v, first + t, h, at, bytes + r->at + r->v_at);
+        }
+        list->len++;
+    }
+}
+
+/* >>append */
+static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
+    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
+}
+
+/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
+static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+    int sink;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
+           1;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int i, j;
+    *total = 0;
+    for (i = 0; i < n_rows; i++) {
+        const tkvi_list *list;
+        int room;
+        if (!tkvi_seq_ok(kv, rows[i].seq))
+            return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
+        if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
+        for (j = 0; j < i; j++)
+            if (rows[j].seq == rows[i].seq)
+                return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
+        list = tkvi_list_of(kv, rows[i].seq, layer);
+        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > room)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+                             " more tokens here; append them in chunks");
+        if (rows[i].n > cfg->max_tokens - list->len)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
+                             " more tokens");
+        *total += rows[i].n;
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
+    const tkv_config *cfg;
+    tkv_rows one;
+    const tkv_rows *rows;
+    tkvi_source k, v;
+    tkvi_peak paper;
+    tkv_status st;
+    int n_rows, i, total, first = 0;
+    if (!kv) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
+    one.seq = p->seq;
+    one.n = p->n;
+    rows = p->batch ? p->batch : &one;
+    n_rows = p->batch ? p->n_batch : 1;
+    if (n_rows < 0 || n_rows > cfg->max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
+    if (p->layer < 0 || p->layer >= cfg->n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
+    if (kv->tables.plan[p->layer].stored != p->layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
+                         " has no K and V of its own (share_kv or no_cache)");
+    if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
+        return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, &total);
+    if (st) return st;
+    if (total == 0) return tkvi_ok(kv);
+    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
+    k.data = p->k;
+    k.type = p->k_type;
+    k.dim = cfg->head_dim;
+    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
+    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
+    v.data = p->v;
+    v.type = p->v_type;
+    v.dim = cfg->v_head_dim;
+    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
+    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
+    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
+                         " (cfg.nonfinite can saturate them)");
+    paper = tkvi_paper(kv, rows, n_rows);
+    for (i = 0; i < n_rows; i++) {
+        if (rows[i].n == 0) continue;
+        if (!kv->seq[rows[i].seq].in_step)
+            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, &paper);
+        tkvi_paper_append(kv, rows[i].seq, p->layer, rows[i].n, &paper);
+    }
+    for (i = 0; i < n_rows; i++)
+        if (!tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+            goto no_memory;
+    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    for (i = 0; i < n_rows; i++) {
+        if (rows[i].n == 0) continue;
+        if (!kv->seq[rows[i].seq].in_step)
+            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
+        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        first += rows[i].n;
+        tkvi_settle(kv, rows[i].seq);
+    }
+    return tkvi_ok(kv);
+no_memory:
+    if (kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
+    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k;
+    p.v = v;
+    return tkv_append_ex(kv, &p);
+}
+
+/* >>all layers of a sequence age at once, or nothing happens */
+static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
+    tkv_rows rows;
+    tkvi_peak paper;
+    int layer, pass;
+    rows.seq = seq;
+    rows.n = 0;
+    paper = tkvi_paper(kv, &rows, 1);
+    for (pass = 0; pass < 2; pass++) {
+        for (layer = 0; layer < kv->tables.cfg.n_layers && kv->seq[seq].block; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                tkvi_age(kv, seq, layer, flush ? 0 : kv->tables.plan[layer].hot, partial,
+                         pass ? NULL : &paper);
+        if (pass == 0 && !tkvi_peak_ready(&kv->pool, &paper))
+            return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                             "no memory to recode blocks", 0, NULL);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
+}
+
+TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if ((unsigned)mode > TKV_FLUSH_ALL)
+        return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+}
+
+/* >>steps */
+TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
+    tkv_status st;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
+    st = tkvi_age_all(kv, seq, 0, 0);
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[seq].in_step = 1;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
+    int layer, n = -1;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.plan[layer].stored != layer) continue;
+        if (n < 0) n = list->len - list->step_len;
+        if (list->len - list->step_len != n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
+                             "");
+    }
+    kv->seq[seq].in_step = 0;
+    return tkvi_ok(kv);
+}
+
+/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
+static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
+        list->n--;
+        if (list->n < list->sinks) list->sinks = list->n;
+        tkvi_release_block(&kv->pool, ids[list->n]);
+    }
+    list->len = len;
+}
+
+TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    kv->seq[seq].in_step = 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->len > list->step_len) tkvi_cut(kv, seq, layer, list->step_len);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
+    tkv_rows rows;
+    tkvi_peak paper;
+    int len, layer, c, had;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n < 1 || n > kv->tables.cfg.max_append)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
+    len = tkv_seq_len(kv, seq);
+    if (n > kv->tables.cfg.max_tokens - len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
+                         " more tokens");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        int more = len + n - tkvi_list_of(kv, seq, layer)->len;
+        if (kv->tables.plan[layer].stored == layer && more > 0 &&
+            !tkvi_grow_lists(kv, seq, tkvi_list_want(kv, seq, layer, more)))
+            goto no_memory;
+    }
+    had = kv->seq[seq].reserved_len;
+    tkvi_promise(kv, seq, len + n);
+    rows.seq = seq;
+    rows.n = 0;
+    paper = tkvi_paper(kv, &rows, 1);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        paper.live[c] += *tkvi_promised(kv, seq, c);
+        paper.blocks += *tkvi_promised(kv, seq, c);
+    }
+    tkvi_peak_note(&paper);
+    if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    tkvi_promise(kv, seq, had); /* as it was */
+    tkvi_trim(&kv->pool);
+no_memory:
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
+                     " tokens");
+}
+
+/* >>cutting */
+TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return 0;
+    layer = kv->tables.plan[layer].stored;
+    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
+}
+
+TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
+    int layer, len = -1;
+    if (!tkvi_seq_ok(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (kv->tables.plan[layer].stored == layer) {
+            int n = tkvi_list_of(kv, seq, layer)->len;
+            len = len < 0 ? n : tkvi_min(len, n);
+        }
+    return len;
+}
+
+TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int coded = list->archive + list->warm, must = 0;
+        if (p->stored != layer || list->len <= n_tokens) continue;
+        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
+        if (list->dropped && list->dropped + p->keep - 1 > must) must = list->dropped + p->keep - 1;
+        if (n_tokens < must)
+            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed or gone; at least", must,
+                             " must stay");
+    }
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
+    tkvi_seq *s;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    s = &kv->seq[seq];
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
+        memset(list, 0, sizeof *list);
+    }
+    s->in_step = 0;
+    tkvi_promise(kv, seq, 0);
+    if (!kv->pool.keep_all) {
+        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+        s->block = NULL;
+        s->cap = 0;
+    }
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+/* >>reading */
+TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
+    const tkv_config *cfg;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, h;
+    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers || start < 0 || n < 0)
+        return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    if (layer < 0) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
+        int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
+        size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
+            const tkvi_record *r = &c->record[h];
+            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
+            if (k)
+                tkvi_decode_side(&r->k, bytes + r->at, from - b->start, to - from, k + (row + (size_t)h) * dk,
+                                 heads * dk);
+            if (v)
+                tkvi_decode_side(&r->v, bytes + r->at + r->v_at, from - b->start, to - from,
+                                 v + (row + (size_t)h) * dv, heads * dv);
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_SEQUENCE_H */
