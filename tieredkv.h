@@ -980,11 +980,6 @@ static void tkvi_exact_layout(tkvi_side *s) {
     s->code_bytes = (size_t)(s->pad * s->tokens) * (size_t)(s->format->bits / 8);
 }
 
-typedef struct tkvi_exact_type {
-    void (*store)(uint8_t *dst, float x);
-    float (*load)(const uint8_t *src);
-} tkvi_exact_type;
-
 static void tkvi_store_f32(uint8_t *dst, float x) { tkvi_store32(dst, tkvi_bits(x)); }
 
 static float tkvi_load_f32(const uint8_t *src) { return tkvi_from_bits(tkvi_load32(src)); }
@@ -997,46 +992,30 @@ static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-static const tkvi_exact_type tkvi_type_f32 = {tkvi_store_f32, tkvi_load_f32};
-static const tkvi_exact_type tkvi_type_f16 = {tkvi_store_f16, tkvi_load_f16};
-static const tkvi_exact_type tkvi_type_bf16 = {tkvi_store_bf16, tkvi_load_bf16};
-
-static void tkvi_exact_put(const tkvi_side *s, const tkvi_exact_type *type, const float *x, int token,
-                           uint8_t *dst) {
-    int size = s->format->bits / 8, c;
-    uint8_t *row = dst + token * s->pad * size;
-    for (c = 0; c < s->pad; c++) type->store(row + c * size, c < s->dim ? x[c] : 0.0f);
-}
-
-static void tkvi_exact_encode(const tkvi_side *s, const tkvi_exact_type *type, const float *x, size_t stride,
-                              int n, uint8_t *dst) {
-    int t;
-    memset(dst, 0, s->bytes);
-    for (t = 0; t < n; t++) tkvi_exact_put(s, type, x + (size_t)t * stride, t, dst);
-}
-
-static void tkvi_exact_decode(const tkvi_side *s, const tkvi_exact_type *type, const uint8_t *src, int first,
-                              int n, float *x, size_t stride) {
-    int size = s->format->bits / 8, t, c;
-    for (t = 0; t < n; t++)
-        for (c = 0; c < s->dim; c++)
-            x[(size_t)t * stride + (size_t)c] = type->load(src + ((first + t) * s->pad + c) * size);
-}
-
-#define TKVI_EXACT_CODEC_(t)                                                                                 \
+/* The same for each type of `size` bytes; loads and stores are known to the compiler. */
+#define TKVI_EXACT_CODEC_(t, size)                                                                           \
+    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
+        uint8_t *row = dst + token * s->pad * (size);                                                        \
+        int c;                                                                                               \
+        for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
+        memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
+    }                                                                                                        \
     static void tkvi_##t##_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {  \
-        tkvi_exact_encode(s, &tkvi_type_##t, x, stride, n, dst);                                             \
+        int i;                                                                                               \
+        memset(dst, 0, s->bytes);                                                                            \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
     }                                                                                                        \
     static void tkvi_##t##_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,        \
                                   size_t stride) {                                                           \
-        tkvi_exact_decode(s, &tkvi_type_##t, src, first, n, x, stride);                                      \
-    }                                                                                                        \
-    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
-        tkvi_exact_put(s, &tkvi_type_##t, x, token, dst);                                                    \
+        int i, c;                                                                                            \
+        for (i = 0; i < n; i++)                                                                              \
+            for (c = 0; c < s->dim; c++)                                                                     \
+                x[(size_t)i * stride + (size_t)c] =                                                          \
+                    tkvi_load_##t(src + ((first + i) * s->pad + c) * (size));                                \
     }
-TKVI_EXACT_CODEC_(f32)
-TKVI_EXACT_CODEC_(f16)
-TKVI_EXACT_CODEC_(bf16)
+TKVI_EXACT_CODEC_(f32, 4)
+TKVI_EXACT_CODEC_(f16, 2)
+TKVI_EXACT_CODEC_(bf16, 2)
 #undef TKVI_EXACT_CODEC_
 
 #endif /* TKVI_FORMAT_EXACT_H */
@@ -1078,7 +1057,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint
         hi = v > hi ? v : hi;
     }
     tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(tkvi_f32(hi - lo) / top)));
-    tkvi_store16(zero_at, tkvi_f32_to_f16(lo));
+    tkvi_store16(zero_at, tkvi_f32_to_f16(lo + 0.0f)); /* -0 counts as 0, whichever came first */
     scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
     zero = tkvi_f16_to_f32(tkvi_load16(zero_at));
     for (i = 0; i < n; i++) {
@@ -1550,6 +1529,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_X86
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TKVI_FLAT static inline __attribute__((always_inline))
+#define TKVI_ALIGNED __attribute__((aligned(64)))
 #ifndef TKV_NO_AVX512
 #define TKVI_AVX512
 #if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
@@ -1567,6 +1547,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
+#define TKVI_ALIGNED __declspec(align(64))
 #if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
 #define TKVI_AVX512
 #define TKVI_TARGET_AVX512
@@ -1623,6 +1604,7 @@ static int tkvi_centre2(const tkvi_side *s, int width) {
 
 static void tkvi_centres(const tkvi_side *s, uint8_t *centre2) { /* by position in K */
     int width;
+    memset(centre2, 0, TKV_MAX_HEAD_DIM);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         if (s->runs.n[width]) {
             memset(centre2, tkvi_centre2(s, width), (size_t)(4 * s->runs.n[width]));
@@ -1643,24 +1625,25 @@ static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, i
 /* Folding scales into rows of q (by channel) or p (by token), for one group. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][x_stride], n values used of each */
+    float centre;                  /* zero + centre * scale is what stands for zero */
     const uint8_t *centre2;
     int8_t *w; /* rounded weights [row][plane][w_stride], room for one more row than there are */
     int x_stride, w_stride, n, planes;
 } tkvi_folding;
 
 /* What it gives besides the rounded weights. The answer of row r is
- *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x zero.
- * K has the centre's part of the float sum in its zeros already; V adds centre * total, total = sum x scale. */
+ *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x (zero + centre scale). */
 typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS], total[TKVI_ROWS];
+    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t middle[TKVI_ROWS];
 } tkvi_fold;
 
 static void tkvi_folding_set(tkvi_folding *a, const float *x, int n, const float *scale, const float *zero,
-                             const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
+                             float centre, const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
     a->x = x;
     a->scale = scale;
     a->zero = zero;
+    a->centre = centre;
     a->centre2 = centre2;
     a->w = w;
     a->x_stride = a->n = n;
@@ -1908,24 +1891,24 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
     const float *x = a->x + first * a->x_stride;
-    __m256 most[4], rest[4], total[4];
+    __m256 most[4], rest[4];
     __m256i middle[4];
     __m128 m, inverse;
     float by[4];
     int i, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = total[r] = _mm256_setzero_ps();
+        most[r] = rest[r] = _mm256_setzero_ps();
         middle[r] = _mm256_setzero_si256();
     }
     for (i = 0; i < a->n; i += 8) {
-        __m256 scale = _mm256_loadu_ps(a->scale + i), zero = _mm256_loadu_ps(a->zero + i);
+        __m256 scale = _mm256_loadu_ps(a->scale + i);
+        __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 v = _mm256_loadu_ps(x + r * a->x_stride + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
-            total[r] = _mm256_add_ps(total[r], y);
         }
     }
     m = tkvi_max4_avx2(most);
@@ -1934,7 +1917,6 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
-    _mm_storeu_ps(f->total + first, tkvi_sum4_avx2(total));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
@@ -2025,11 +2007,11 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(const tkvi_side *s, const uint8_t *src, int 
 static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
-    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM],
-        ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    uint8_t centre2[TKV_MAX_HEAD_DIM];
-    int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     uintptr_t ahead = tkvi_ahead(src, next);
@@ -2048,7 +2030,7 @@ static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t
                                         _mm256_set1_ps(s->levels ? 0.0f : 0.5f));
             _mm256_storeu_ps(zero + m, _mm256_fmadd_ps(half, _mm256_loadu_ps(scale + m), z));
         }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, centre2, planes, w[g][0],
+        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
                          TKV_MAX_HEAD_DIM);
         tkvi_fold_avx2(&a, rows, &fold[g]);
     }
@@ -2111,42 +2093,40 @@ TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(const tkvi_side *s, const uint8_t *src, int 
 
 static TKVI_TARGET_AVX2 void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *p, int rows, int n, int planes, float *out) {
-    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int8_t w[TKVI_MAX_GROUPS][2 * TKVI_ROWS][TKVI_BLOCK];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[TKVI_MAX_GROUPS];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_folding a;
-    uint8_t ones[TKVI_BLOCK];
+    tkvi_fold f;
+    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
     uintptr_t ahead = tkvi_ahead(src, next);
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int weight_rows = rows * planes, width, i, j, r, g, slab = 0;
     s->format->side[TKV_V].meta(s, src, tkvi_halves_avx2, scale, zero);
     tkvi_prefetch_meta(s, src, ahead);
     memset(ones, 1, sizeof ones);
-    for (g = 0; g < s->groups; g++) {
-        tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK, ones, planes,
-                         w[g][0], TKVI_BLOCK);
-        tkvi_fold_avx2(&a, rows, &fold[g]);
-    }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, slab++) {
-            float centre = tkvi_centre(s, width);
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4, slab++) {
             int32_t centre2 = s->levels ? 0 : tkvi_centre2(s, width);
-            g = 16 * slab / s->group;
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
+                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
+                tkvi_fold_avx2(&a, rows, &f);
+            }
             for (r = 0; r < weight_rows; r += 4) {
                 int left = weight_rows - r;
-                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 1, sum[r]);
-                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 2, sum[r]);
-                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 4, sum[r]);
+                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 1, sum[r]);
+                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 2, sum[r]);
+                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 4, sum[r]);
             }
             for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
             for (r = 0; r < rows; r++)
                 for (j = 0; j < 2; j++) {
-                    const tkvi_fold *f = &fold[g];
                     float *o = out + r * s->pad + 16 * slab + 8 * j;
-                    __m256 x = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f->half_step[r],
-                                                centre2 * f->middle[r], f->rest[r] + centre * f->total[r]);
-                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), x));
+                    __m256 d = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f.half_step[r],
+                                                centre2 * f.middle[r], f.rest[r]);
+                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), d));
                 }
         }
 }
@@ -2264,10 +2244,12 @@ TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
 }
 
-TKVI_FLAT_AVX512 __m128i tkvi_isum4(const __m128i *a) {
-    __m128i x = _mm_add_epi32(_mm_unpacklo_epi32(a[0], a[1]), _mm_unpackhi_epi32(a[0], a[1]));
-    __m128i y = _mm_add_epi32(_mm_unpacklo_epi32(a[2], a[3]), _mm_unpackhi_epi32(a[2], a[3]));
-    return _mm_add_epi32(_mm_unpacklo_epi64(x, y), _mm_unpackhi_epi64(x, y));
+TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
+    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
 /* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
@@ -2423,61 +2405,72 @@ TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
 }
 
 /* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do. */
+ * together so that their horizontal sums do, four vectors so that they pack into one of bytes. */
 TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const float *x = a->x + first * a->x_stride;
-    __m512 most[4], rest[4], total[4];
-    __m128i middle[4], middle_hi[4];
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    __m512 most[4], rest[4];
+    __m512i middle[4], middle_hi[4];
     __m128 m, inverse;
     float by[4];
-    int i, r;
+    int i, j, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = total[r] = _mm512_setzero_ps();
-        middle[r] = middle_hi[r] = _mm_setzero_si128();
+        most[r] = rest[r] = _mm512_setzero_ps();
+        middle[r] = middle_hi[r] = _mm512_setzero_si512();
     }
     for (i = 0; i < a->n; i += 16) {
-        __m512 scale = _mm512_loadu_ps(a->scale + i), zero = _mm512_loadu_ps(a->zero + i);
+        __m512 scale = _mm512_loadu_ps(a->scale + i);
+        __m512 zero = _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m512 v = _mm512_loadu_ps(x + r * a->x_stride + i), y = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
+            most[r] = _mm512_range_ps(most[r], y, 11); /* the larger size, positive */
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
-            total[r] = _mm512_add_ps(total[r], y);
+            _mm512_store_ps(folded[r] + i, y);
         }
+    }
+    for (; i % 64 != 0; i += 16) {
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m);
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
-    _mm_storeu_ps(f->total + first, tkvi_sum4_avx512(total));
-    for (i = 0; i < a->n; i += 16) {
-        __m512 scale = _mm512_loadu_ps(a->scale + i);
-        __m128i c = _mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)), hi, lo;
+    for (i = 0; i < a->n; i += 64) {
+        __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + r * a->x_stride + i), scale);
-            __m512i v = _mm512_cvt_roundps_epi32(_mm512_mul_ps(y, _mm512_set1_ps(by[r])),
-                                                 _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
-                hi = _mm512_cvtepi32_epi8(_mm512_srai_epi32(v, 7));
-                lo = _mm512_cvtepi32_epi8(_mm512_and_si512(v, _mm512_set1_epi32(127)));
-                _mm_storeu_si128((__m128i *)(void *)w, hi);
-                _mm_storeu_si128((__m128i *)(void *)(w + a->w_stride), lo);
-                middle_hi[r] = _mm_dpbusd_epi32(middle_hi[r], c, hi);
-            } else {
-                lo = _mm512_cvtepi32_epi8(v);
-                _mm_storeu_si128((__m128i *)(void *)w, lo);
+            __m512i v[4], hi;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                __m512 y = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), _mm512_set1_ps(by[r]));
+                v[j] = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
             }
-            middle[r] = _mm_dpbusd_epi32(middle[r], c, lo);
+            v[0] = _mm512_packs_epi32(v[0], v[1]);
+            v[1] = _mm512_packs_epi32(v[2], v[3]);
+            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
+                hi = _mm512_packs_epi16(_mm512_srai_epi16(v[0], 7), _mm512_srai_epi16(v[1], 7));
+                hi = _mm512_permutexvar_epi32(in_order, hi);
+                _mm512_storeu_si512((void *)w, hi);
+                middle_hi[r] = _mm512_dpbusd_epi32(middle_hi[r], c, hi);
+                v[0] = _mm512_and_si512(v[0], _mm512_set1_epi16(127));
+                v[1] = _mm512_and_si512(v[1], _mm512_set1_epi16(127));
+                w += a->w_stride;
+            }
+            v[0] = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(v[0], v[1]));
+            _mm512_storeu_si512((void *)w, v[0]);
+            middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) middle[r] = _mm_add_epi32(middle[r], _mm_slli_epi32(middle_hi[r], 7));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4(middle));
+    for (r = 0; r < nr; r++) middle[r] = _mm512_add_epi32(middle[r], _mm512_slli_epi32(middle_hi[r], 7));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4_avx512(middle));
 }
 
 static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
@@ -2539,11 +2532,11 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(const tkvi_side *s, const uint8_t *src, 
 static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
-    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM],
-        ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    uint8_t centre2[TKV_MAX_HEAD_DIM];
-    int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     uintptr_t ahead = tkvi_ahead(src, next);
@@ -2562,7 +2555,7 @@ static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uin
             __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(s->levels ? 0.0f : 0.5f));
             _mm512_storeu_ps(zero + m, _mm512_fmadd_ps(half, _mm512_loadu_ps(scale + m), z));
         }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, centre2, planes, w[g][0],
+        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
                          TKV_MAX_HEAD_DIM);
         tkvi_fold_avx512(&a, rows, &fold[g]);
     }
@@ -2629,51 +2622,48 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(const tkvi_side *s, const uint8_t *src, 
 static TKVI_TARGET_AVX512 void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *p, int rows, int n,
                                                    int planes, float *out) {
-    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int8_t w[TKVI_MAX_GROUPS][2 * TKVI_ROWS][TKVI_BLOCK];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[TKVI_MAX_GROUPS];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_folding a;
-    uint8_t ones[TKVI_BLOCK];
+    tkvi_fold f;
+    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
     uintptr_t ahead = tkvi_ahead(src, next);
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, r, g, nw, slab = 0;
+    int weight_rows = rows * planes, width, i, j, r, g, nw, slab = 0;
     s->format->side[TKV_V].meta(s, src, tkvi_halves_avx512, scale, zero);
     tkvi_prefetch_meta(s, src, ahead);
     memset(ones, 1, sizeof ones);
-    for (g = 0; g < s->groups; g++) {
-        tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK, ones, planes,
-                         w[g][0], TKVI_BLOCK);
-        tkvi_fold_avx512(&a, rows, &fold[g]);
-    }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width];) {
-            int c = 16 * slab, slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1, j;
-            float centre = tkvi_centre(s, width);
-            int32_t centre2 = tkvi_centre2(s, width);
+        for (i = 0, g = -1; i < s->runs.n[width];) {
+            int slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1;
             tkvi_tile_at one = at;
             for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            g = c / s->group;
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
+                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
+                tkvi_fold_avx512(&a, rows, &f);
+            }
             for (r = 0; r < weight_rows; r += nw) {
-                const tkvi_tile_at *b = slabs == 2 ? &at : &one;
+                const tkvi_tile_at *two = slabs == 2 ? &at : &one;
                 nw = tkvi_pass(weight_rows - r);
                 switch (nw) {
-                case 8: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 8, sum[r]); break;
-                case 6: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 6, sum[r]); break;
-                case 4: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 4, sum[r]); break;
-                case 2: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 2, sum[r]); break;
-                default: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 1, sum[r]);
+                case 8: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 8, sum[r]); break;
+                case 6: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 6, sum[r]); break;
+                case 4: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 4, sum[r]); break;
+                case 2: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 2, sum[r]); break;
+                default: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 1, sum[r]);
                 }
             }
             if (slabs == 2)
                 for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
             for (r = 0; r < rows; r++)
                 for (j = 0; j < slabs; j++) {
-                    const tkvi_fold *f = &fold[g];
-                    float *o = out + r * s->pad + c + 16 * j;
-                    __m512 x = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f->half_step[r],
-                                                  centre2 * f->middle[r], f->rest[r] + centre * f->total[r]);
-                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x));
+                    float *o = out + r * s->pad + 16 * (slab + j);
+                    __m512 d = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f.half_step[r],
+                                                  tkvi_centre2(s, width) * f.middle[r], f.rest[r]);
+                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), d));
                 }
             i += 4 * slabs;
             slab += slabs;
@@ -4065,27 +4055,38 @@ typedef struct tkvi_source { /* one of k, v of an append */
     int dim;
 } tkvi_source;
 
+static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
+    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    int c;
+    if (s->type == TKV_TYPE_F32)
+        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+    else
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+}
+
 static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
-    int t, h, c;
+    float row[TKV_MAX_HEAD_DIM];
+    int t, h, c, bad = 0;
     for (t = 0; t < n; t++)
-        for (h = 0; h < heads; h++)
-            for (c = 0; c < s->dim; c++)
-                if (!tkvi_is_finite(
-                        tkvi_element(s->data, s->type, t * s->token_stride + h * s->head_stride + c)))
-                    return 0;
-    return 1;
+        for (h = 0; h < heads; h++) {
+            tkvi_load_row(s, t, h, row);
+            for (c = 0; c < s->dim; c++) bad |= !tkvi_is_finite(row[c]);
+        }
+    return !bad;
+}
+
+static float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
 static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
-                           uint8_t *dst) {
+                           int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
-    for (c = 0; c < s->dim; c++) {
-        float x = tkvi_element(s->data, s->type, token * s->token_stride + head * s->head_stride + c);
-        if (!tkvi_is_finite(x)) /* saturate was asked for, or the append had refused */
-            x = (tkvi_bits(x) & 0x7fffffu) ? 0.0f : (tkvi_bits(x) >> 31) ? -TKVI_F16_MAX : TKVI_F16_MAX;
-        row[c] = x;
-    }
+    tkvi_load_row(s, token, head, row);
+    for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
     side->format->side[side->which].put(side, row, at, dst);
 }
 
@@ -4119,7 +4120,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int t, h;
+    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
     for (t = 0; t < n; t++) {
         const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -4127,8 +4128,8 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         int at = list->len - b->start;
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, k, first + t, h, at, bytes + r->at);
-            tkvi_store_row(&r->v, v, first + t, h, at, bytes + r->at + r->v_at);
+            tkvi_store_row(&r->k, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, v, first + t, h, at, saturate, bytes + r->at + r->v_at);
         }
         list->len++;
     }

@@ -16,11 +16,6 @@ static void tkvi_exact_layout(tkvi_side *s) {
     s->code_bytes = (size_t)(s->pad * s->tokens) * (size_t)(s->format->bits / 8);
 }
 
-typedef struct tkvi_exact_type {
-    void (*store)(uint8_t *dst, float x);
-    float (*load)(const uint8_t *src);
-} tkvi_exact_type;
-
 static void tkvi_store_f32(uint8_t *dst, float x) { tkvi_store32(dst, tkvi_bits(x)); }
 
 static float tkvi_load_f32(const uint8_t *src) { return tkvi_from_bits(tkvi_load32(src)); }
@@ -33,46 +28,30 @@ static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-static const tkvi_exact_type tkvi_type_f32 = {tkvi_store_f32, tkvi_load_f32};
-static const tkvi_exact_type tkvi_type_f16 = {tkvi_store_f16, tkvi_load_f16};
-static const tkvi_exact_type tkvi_type_bf16 = {tkvi_store_bf16, tkvi_load_bf16};
-
-static void tkvi_exact_put(const tkvi_side *s, const tkvi_exact_type *type, const float *x, int token,
-                           uint8_t *dst) {
-    int size = s->format->bits / 8, c;
-    uint8_t *row = dst + token * s->pad * size;
-    for (c = 0; c < s->pad; c++) type->store(row + c * size, c < s->dim ? x[c] : 0.0f);
-}
-
-static void tkvi_exact_encode(const tkvi_side *s, const tkvi_exact_type *type, const float *x, size_t stride,
-                              int n, uint8_t *dst) {
-    int t;
-    memset(dst, 0, s->bytes);
-    for (t = 0; t < n; t++) tkvi_exact_put(s, type, x + (size_t)t * stride, t, dst);
-}
-
-static void tkvi_exact_decode(const tkvi_side *s, const tkvi_exact_type *type, const uint8_t *src, int first,
-                              int n, float *x, size_t stride) {
-    int size = s->format->bits / 8, t, c;
-    for (t = 0; t < n; t++)
-        for (c = 0; c < s->dim; c++)
-            x[(size_t)t * stride + (size_t)c] = type->load(src + ((first + t) * s->pad + c) * size);
-}
-
-#define TKVI_EXACT_CODEC_(t)                                                                                 \
+/* The same for each type of `size` bytes; loads and stores are known to the compiler. */
+#define TKVI_EXACT_CODEC_(t, size)                                                                           \
+    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
+        uint8_t *row = dst + token * s->pad * (size);                                                        \
+        int c;                                                                                               \
+        for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
+        memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
+    }                                                                                                        \
     static void tkvi_##t##_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {  \
-        tkvi_exact_encode(s, &tkvi_type_##t, x, stride, n, dst);                                             \
+        int i;                                                                                               \
+        memset(dst, 0, s->bytes);                                                                            \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
     }                                                                                                        \
     static void tkvi_##t##_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,        \
                                   size_t stride) {                                                           \
-        tkvi_exact_decode(s, &tkvi_type_##t, src, first, n, x, stride);                                      \
-    }                                                                                                        \
-    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
-        tkvi_exact_put(s, &tkvi_type_##t, x, token, dst);                                                    \
+        int i, c;                                                                                            \
+        for (i = 0; i < n; i++)                                                                              \
+            for (c = 0; c < s->dim; c++)                                                                     \
+                x[(size_t)i * stride + (size_t)c] =                                                          \
+                    tkvi_load_##t(src + ((first + i) * s->pad + c) * (size));                                \
     }
-TKVI_EXACT_CODEC_(f32)
-TKVI_EXACT_CODEC_(f16)
-TKVI_EXACT_CODEC_(bf16)
+TKVI_EXACT_CODEC_(f32, 4)
+TKVI_EXACT_CODEC_(f16, 2)
+TKVI_EXACT_CODEC_(bf16, 2)
 #undef TKVI_EXACT_CODEC_
 
 #endif /* TKVI_FORMAT_EXACT_H */

@@ -36,7 +36,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint
         hi = v > hi ? v : hi;
     }
     tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(tkvi_f32(hi - lo) / top)));
-    tkvi_store16(zero_at, tkvi_f32_to_f16(lo));
+    tkvi_store16(zero_at, tkvi_f32_to_f16(lo + 0.0f)); /* -0 counts as 0, whichever came first */
     scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
     zero = tkvi_f16_to_f32(tkvi_load16(zero_at));
     for (i = 0; i < n; i++) {

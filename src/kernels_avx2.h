@@ -17,6 +17,7 @@
 #define TKVI_X86
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TKVI_FLAT static inline __attribute__((always_inline))
+#define TKVI_ALIGNED __attribute__((aligned(64)))
 #ifndef TKV_NO_AVX512
 #define TKVI_AVX512
 #if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
@@ -34,6 +35,7 @@
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
+#define TKVI_ALIGNED __declspec(align(64))
 #if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
 #define TKVI_AVX512
 #define TKVI_TARGET_AVX512
@@ -90,6 +92,7 @@ static int tkvi_centre2(const tkvi_side *s, int width) {
 
 static void tkvi_centres(const tkvi_side *s, uint8_t *centre2) { /* by position in K */
     int width;
+    memset(centre2, 0, TKV_MAX_HEAD_DIM);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         if (s->runs.n[width]) {
             memset(centre2, tkvi_centre2(s, width), (size_t)(4 * s->runs.n[width]));
@@ -110,24 +113,25 @@ static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, i
 /* Folding scales into rows of q (by channel) or p (by token), for one group. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][x_stride], n values used of each */
+    float centre;                  /* zero + centre * scale is what stands for zero */
     const uint8_t *centre2;
     int8_t *w; /* rounded weights [row][plane][w_stride], room for one more row than there are */
     int x_stride, w_stride, n, planes;
 } tkvi_folding;
 
 /* What it gives besides the rounded weights. The answer of row r is
- *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x zero.
- * K has the centre's part of the float sum in its zeros already; V adds centre * total, total = sum x scale. */
+ *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x (zero + centre scale). */
 typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS], total[TKVI_ROWS];
+    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t middle[TKVI_ROWS];
 } tkvi_fold;
 
 static void tkvi_folding_set(tkvi_folding *a, const float *x, int n, const float *scale, const float *zero,
-                             const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
+                             float centre, const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
     a->x = x;
     a->scale = scale;
     a->zero = zero;
+    a->centre = centre;
     a->centre2 = centre2;
     a->w = w;
     a->x_stride = a->n = n;
@@ -375,24 +379,24 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
     const float *x = a->x + first * a->x_stride;
-    __m256 most[4], rest[4], total[4];
+    __m256 most[4], rest[4];
     __m256i middle[4];
     __m128 m, inverse;
     float by[4];
     int i, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = total[r] = _mm256_setzero_ps();
+        most[r] = rest[r] = _mm256_setzero_ps();
         middle[r] = _mm256_setzero_si256();
     }
     for (i = 0; i < a->n; i += 8) {
-        __m256 scale = _mm256_loadu_ps(a->scale + i), zero = _mm256_loadu_ps(a->zero + i);
+        __m256 scale = _mm256_loadu_ps(a->scale + i);
+        __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 v = _mm256_loadu_ps(x + r * a->x_stride + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
-            total[r] = _mm256_add_ps(total[r], y);
         }
     }
     m = tkvi_max4_avx2(most);
@@ -401,7 +405,6 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
-    _mm_storeu_ps(f->total + first, tkvi_sum4_avx2(total));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
@@ -492,11 +495,11 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(const tkvi_side *s, const uint8_t *src, int 
 static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
-    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM],
-        ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    uint8_t centre2[TKV_MAX_HEAD_DIM];
-    int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     uintptr_t ahead = tkvi_ahead(src, next);
@@ -515,7 +518,7 @@ static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t
                                         _mm256_set1_ps(s->levels ? 0.0f : 0.5f));
             _mm256_storeu_ps(zero + m, _mm256_fmadd_ps(half, _mm256_loadu_ps(scale + m), z));
         }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, centre2, planes, w[g][0],
+        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
                          TKV_MAX_HEAD_DIM);
         tkvi_fold_avx2(&a, rows, &fold[g]);
     }
@@ -578,42 +581,40 @@ TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(const tkvi_side *s, const uint8_t *src, int 
 
 static TKVI_TARGET_AVX2 void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *p, int rows, int n, int planes, float *out) {
-    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int8_t w[TKVI_MAX_GROUPS][2 * TKVI_ROWS][TKVI_BLOCK];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[TKVI_MAX_GROUPS];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_folding a;
-    uint8_t ones[TKVI_BLOCK];
+    tkvi_fold f;
+    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
     uintptr_t ahead = tkvi_ahead(src, next);
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int weight_rows = rows * planes, width, i, j, r, g, slab = 0;
     s->format->side[TKV_V].meta(s, src, tkvi_halves_avx2, scale, zero);
     tkvi_prefetch_meta(s, src, ahead);
     memset(ones, 1, sizeof ones);
-    for (g = 0; g < s->groups; g++) {
-        tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK, ones, planes,
-                         w[g][0], TKVI_BLOCK);
-        tkvi_fold_avx2(&a, rows, &fold[g]);
-    }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, slab++) {
-            float centre = tkvi_centre(s, width);
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4, slab++) {
             int32_t centre2 = s->levels ? 0 : tkvi_centre2(s, width);
-            g = 16 * slab / s->group;
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
+                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
+                tkvi_fold_avx2(&a, rows, &f);
+            }
             for (r = 0; r < weight_rows; r += 4) {
                 int left = weight_rows - r;
-                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 1, sum[r]);
-                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 2, sum[r]);
-                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[g][r], 4, sum[r]);
+                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 1, sum[r]);
+                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 2, sum[r]);
+                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 4, sum[r]);
             }
             for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
             for (r = 0; r < rows; r++)
                 for (j = 0; j < 2; j++) {
-                    const tkvi_fold *f = &fold[g];
                     float *o = out + r * s->pad + 16 * slab + 8 * j;
-                    __m256 x = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f->half_step[r],
-                                                centre2 * f->middle[r], f->rest[r] + centre * f->total[r]);
-                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), x));
+                    __m256 d = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f.half_step[r],
+                                                centre2 * f.middle[r], f.rest[r]);
+                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), d));
                 }
         }
 }

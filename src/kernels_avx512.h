@@ -98,10 +98,12 @@ TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
 }
 
-TKVI_FLAT_AVX512 __m128i tkvi_isum4(const __m128i *a) {
-    __m128i x = _mm_add_epi32(_mm_unpacklo_epi32(a[0], a[1]), _mm_unpackhi_epi32(a[0], a[1]));
-    __m128i y = _mm_add_epi32(_mm_unpacklo_epi32(a[2], a[3]), _mm_unpackhi_epi32(a[2], a[3]));
-    return _mm_add_epi32(_mm_unpacklo_epi64(x, y), _mm_unpackhi_epi64(x, y));
+TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
+    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
 }
 
 /* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
@@ -257,61 +259,72 @@ TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
 }
 
 /* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do. */
+ * together so that their horizontal sums do, four vectors so that they pack into one of bytes. */
 TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const float *x = a->x + first * a->x_stride;
-    __m512 most[4], rest[4], total[4];
-    __m128i middle[4], middle_hi[4];
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    __m512 most[4], rest[4];
+    __m512i middle[4], middle_hi[4];
     __m128 m, inverse;
     float by[4];
-    int i, r;
+    int i, j, r;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = total[r] = _mm512_setzero_ps();
-        middle[r] = middle_hi[r] = _mm_setzero_si128();
+        most[r] = rest[r] = _mm512_setzero_ps();
+        middle[r] = middle_hi[r] = _mm512_setzero_si512();
     }
     for (i = 0; i < a->n; i += 16) {
-        __m512 scale = _mm512_loadu_ps(a->scale + i), zero = _mm512_loadu_ps(a->zero + i);
+        __m512 scale = _mm512_loadu_ps(a->scale + i);
+        __m512 zero = _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m512 v = _mm512_loadu_ps(x + r * a->x_stride + i), y = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
+            most[r] = _mm512_range_ps(most[r], y, 11); /* the larger size, positive */
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
-            total[r] = _mm512_add_ps(total[r], y);
+            _mm512_store_ps(folded[r] + i, y);
         }
+    }
+    for (; i % 64 != 0; i += 16) {
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m);
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
-    _mm_storeu_ps(f->total + first, tkvi_sum4_avx512(total));
-    for (i = 0; i < a->n; i += 16) {
-        __m512 scale = _mm512_loadu_ps(a->scale + i);
-        __m128i c = _mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)), hi, lo;
+    for (i = 0; i < a->n; i += 64) {
+        __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(x + r * a->x_stride + i), scale);
-            __m512i v = _mm512_cvt_roundps_epi32(_mm512_mul_ps(y, _mm512_set1_ps(by[r])),
-                                                 _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
-                hi = _mm512_cvtepi32_epi8(_mm512_srai_epi32(v, 7));
-                lo = _mm512_cvtepi32_epi8(_mm512_and_si512(v, _mm512_set1_epi32(127)));
-                _mm_storeu_si128((__m128i *)(void *)w, hi);
-                _mm_storeu_si128((__m128i *)(void *)(w + a->w_stride), lo);
-                middle_hi[r] = _mm_dpbusd_epi32(middle_hi[r], c, hi);
-            } else {
-                lo = _mm512_cvtepi32_epi8(v);
-                _mm_storeu_si128((__m128i *)(void *)w, lo);
+            __m512i v[4], hi;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                __m512 y = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), _mm512_set1_ps(by[r]));
+                v[j] = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
             }
-            middle[r] = _mm_dpbusd_epi32(middle[r], c, lo);
+            v[0] = _mm512_packs_epi32(v[0], v[1]);
+            v[1] = _mm512_packs_epi32(v[2], v[3]);
+            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
+                hi = _mm512_packs_epi16(_mm512_srai_epi16(v[0], 7), _mm512_srai_epi16(v[1], 7));
+                hi = _mm512_permutexvar_epi32(in_order, hi);
+                _mm512_storeu_si512((void *)w, hi);
+                middle_hi[r] = _mm512_dpbusd_epi32(middle_hi[r], c, hi);
+                v[0] = _mm512_and_si512(v[0], _mm512_set1_epi16(127));
+                v[1] = _mm512_and_si512(v[1], _mm512_set1_epi16(127));
+                w += a->w_stride;
+            }
+            v[0] = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(v[0], v[1]));
+            _mm512_storeu_si512((void *)w, v[0]);
+            middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) middle[r] = _mm_add_epi32(middle[r], _mm_slli_epi32(middle_hi[r], 7));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4(middle));
+    for (r = 0; r < nr; r++) middle[r] = _mm512_add_epi32(middle[r], _mm512_slli_epi32(middle_hi[r], 7));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4_avx512(middle));
 }
 
 static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
@@ -373,11 +386,11 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(const tkvi_side *s, const uint8_t *src, 
 static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
-    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM],
-        ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    uint8_t centre2[TKV_MAX_HEAD_DIM];
-    int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     uintptr_t ahead = tkvi_ahead(src, next);
@@ -396,7 +409,7 @@ static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uin
             __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(s->levels ? 0.0f : 0.5f));
             _mm512_storeu_ps(zero + m, _mm512_fmadd_ps(half, _mm512_loadu_ps(scale + m), z));
         }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, centre2, planes, w[g][0],
+        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
                          TKV_MAX_HEAD_DIM);
         tkvi_fold_avx512(&a, rows, &fold[g]);
     }
@@ -463,51 +476,48 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(const tkvi_side *s, const uint8_t *src, 
 static TKVI_TARGET_AVX512 void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *p, int rows, int n,
                                                    int planes, float *out) {
-    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int8_t w[TKVI_MAX_GROUPS][2 * TKVI_ROWS][TKVI_BLOCK];
-    int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[TKVI_MAX_GROUPS];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
     tkvi_folding a;
-    uint8_t ones[TKVI_BLOCK];
+    tkvi_fold f;
+    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
     uintptr_t ahead = tkvi_ahead(src, next);
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, r, g, nw, slab = 0;
+    int weight_rows = rows * planes, width, i, j, r, g, nw, slab = 0;
     s->format->side[TKV_V].meta(s, src, tkvi_halves_avx512, scale, zero);
     tkvi_prefetch_meta(s, src, ahead);
     memset(ones, 1, sizeof ones);
-    for (g = 0; g < s->groups; g++) {
-        tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK, ones, planes,
-                         w[g][0], TKVI_BLOCK);
-        tkvi_fold_avx512(&a, rows, &fold[g]);
-    }
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width];) {
-            int c = 16 * slab, slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1, j;
-            float centre = tkvi_centre(s, width);
-            int32_t centre2 = tkvi_centre2(s, width);
+        for (i = 0, g = -1; i < s->runs.n[width];) {
+            int slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1;
             tkvi_tile_at one = at;
             for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            g = c / s->group;
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
+                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
+                tkvi_fold_avx512(&a, rows, &f);
+            }
             for (r = 0; r < weight_rows; r += nw) {
-                const tkvi_tile_at *b = slabs == 2 ? &at : &one;
+                const tkvi_tile_at *two = slabs == 2 ? &at : &one;
                 nw = tkvi_pass(weight_rows - r);
                 switch (nw) {
-                case 8: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 8, sum[r]); break;
-                case 6: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 6, sum[r]); break;
-                case 4: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 4, sum[r]); break;
-                case 2: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 2, sum[r]); break;
-                default: tkvi_dot_v_avx512(s, src, width, &one, b, n, ahead, w[g][r], 1, sum[r]);
+                case 8: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 8, sum[r]); break;
+                case 6: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 6, sum[r]); break;
+                case 4: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 4, sum[r]); break;
+                case 2: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 2, sum[r]); break;
+                default: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 1, sum[r]);
                 }
             }
             if (slabs == 2)
                 for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
             for (r = 0; r < rows; r++)
                 for (j = 0; j < slabs; j++) {
-                    const tkvi_fold *f = &fold[g];
-                    float *o = out + r * s->pad + c + 16 * j;
-                    __m512 x = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f->half_step[r],
-                                                  centre2 * f->middle[r], f->rest[r] + centre * f->total[r]);
-                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), x));
+                    float *o = out + r * s->pad + 16 * (slab + j);
+                    __m512 d = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f.half_step[r],
+                                                  tkvi_centre2(s, width) * f.middle[r], f.rest[r]);
+                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), d));
                 }
             i += 4 * slabs;
             slab += slabs;

@@ -227,27 +227,38 @@ typedef struct tkvi_source { /* one of k, v of an append */
     int dim;
 } tkvi_source;
 
+static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
+    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    int c;
+    if (s->type == TKV_TYPE_F32)
+        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+    else
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+}
+
 static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
-    int t, h, c;
+    float row[TKV_MAX_HEAD_DIM];
+    int t, h, c, bad = 0;
     for (t = 0; t < n; t++)
-        for (h = 0; h < heads; h++)
-            for (c = 0; c < s->dim; c++)
-                if (!tkvi_is_finite(
-                        tkvi_element(s->data, s->type, t * s->token_stride + h * s->head_stride + c)))
-                    return 0;
-    return 1;
+        for (h = 0; h < heads; h++) {
+            tkvi_load_row(s, t, h, row);
+            for (c = 0; c < s->dim; c++) bad |= !tkvi_is_finite(row[c]);
+        }
+    return !bad;
+}
+
+static float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
 static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
-                           uint8_t *dst) {
+                           int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
-    for (c = 0; c < s->dim; c++) {
-        float x = tkvi_element(s->data, s->type, token * s->token_stride + head * s->head_stride + c);
-        if (!tkvi_is_finite(x)) /* saturate was asked for, or the append had refused */
-            x = (tkvi_bits(x) & 0x7fffffu) ? 0.0f : (tkvi_bits(x) >> 31) ? -TKVI_F16_MAX : TKVI_F16_MAX;
-        row[c] = x;
-    }
+    tkvi_load_row(s, token, head, row);
+    for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
     side->format->side[side->which].put(side, row, at, dst);
 }
 
@@ -281,7 +292,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int t, h;
+    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
     for (t = 0; t < n; t++) {
         const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -289,8 +300,8 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         int at = list->len - b->start;
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, k, first + t, h, at, bytes + r->at);
-            tkvi_store_row(&r->v, v, first + t, h, at, bytes + r->at + r->v_at);
+            tkvi_store_row(&r->k, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, v, first + t, h, at, saturate, bytes + r->at + r->v_at);
         }
         list->len++;
     }

@@ -1,0 +1,426 @@
+/*
+ * test_base.c - floats and halves by bits, rounding, checked sizes, memory, text.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "tkv_test.h"
+
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
+enum { FAST_MATH = 1 };
+#else
+enum { FAST_MATH = 0 };
+#endif
+
+/* >>references: exact in double, and by ldexp, so that flags which flush subnormals do not matter */
+static double float_value(uint32_t u) { /* of a finite pattern */
+    int e = (int)(u >> 23 & 0xffu), m = (int)(u & 0x7fffffu);
+    double x = e ? ldexp((double)(m + 0x800000), e - 150) : ldexp((double)m, -149);
+    return u >> 31 ? -x : x;
+}
+
+static double half_value(uint32_t h) { /* of a finite pattern */
+    int e = (int)(h >> 10 & 0x1fu), m = (int)(h & 0x3ffu);
+    double x = e ? ldexp((double)(m + 1024), e - 25) : ldexp((double)m, -24);
+    return h >> 15 ? -x : x;
+}
+
+static double bf16_value(uint32_t h) { return float_value(h << 16); }
+
+/* The pattern nearest to |x| among 0 .. last, whose values ascend; ties go to the even one. */
+static uint32_t nearest(double x, double (*value)(uint32_t), uint32_t last) {
+    uint32_t lo = 0, hi = last;
+    double below, above;
+    if (x < 0) x = -x;
+    if (x >= value(last)) return last;
+    while (hi - lo > 1) {
+        uint32_t mid = (lo + hi) / 2;
+        if (value(mid) <= x) lo = mid;
+        else hi = mid;
+    }
+    below = x - value(lo);
+    above = value(hi) - x;
+    if (below == above) return lo & 1u ? hi : lo;
+    return below < above ? lo : hi;
+}
+
+static void check_to_f16(uint32_t u) {
+    uint32_t want = nearest(float_value(u), half_value, 0x7bffu) | (u >> 16 & 0x8000u);
+    uint32_t got = tkvi_f32_to_f16(tkvi_from_bits(u));
+    CHECK_MSG(got == want, "0x%08lx gives 0x%04lx, expected 0x%04lx", (unsigned long)u, (unsigned long)got,
+              (unsigned long)want);
+}
+
+static void check_to_bf16(uint32_t u) {
+    uint32_t want = nearest(float_value(u), bf16_value, 0x7f7fu) | (u >> 16 & 0x8000u);
+    uint32_t got = tkvi_f32_to_bf16(tkvi_from_bits(u));
+    CHECK_MSG(got == want, "0x%08lx gives 0x%04lx, expected 0x%04lx", (unsigned long)u, (unsigned long)got,
+              (unsigned long)want);
+}
+
+static int finite_pattern(uint32_t u) { return (u >> 23 & 0xffu) != 0xffu; }
+
+/* A float pattern; half of them in the range of halves. */
+static uint32_t any_float(tkv_rng *r) {
+    for (;;) {
+        uint32_t u = (uint32_t)(tkv_rng_u64(r) >> 32);
+        if (tkv_rng_below(r, 2)) u = (u & 0x807fffffu) | (uint32_t)(100 + tkv_rng_below(r, 45)) << 23;
+        if (finite_pattern(u)) return u;
+    }
+}
+
+/* >>halves */
+TEST(halves_all) {
+    uint32_t h;
+    for (h = 0; h < 0x10000u; h++) {
+        uint32_t u = tkvi_bits(tkvi_f16_to_f32((uint16_t)h));
+        uint32_t back = tkvi_f32_to_f16(tkvi_from_bits(u));
+        if ((h & 0x7fffu) < 0x7c00u) {
+            CHECK_MSG(float_value(u) == half_value(h) && u >> 31 == h >> 15 && back == h,
+                      "0x%04lx: 0x%08lx, 0x%04lx", (unsigned long)h, (unsigned long)u, (unsigned long)back);
+        } else if ((h & 0x7fffu) == 0x7c00u) {
+            CHECK_EQ(u, (h & 0x8000u) << 16 | 0x7f800000u);
+            CHECK_EQ(back, (h & 0x8000u) | 0x7bffu); /* infinity saturates */
+        } else { /* x87 may make a signalling NaN quiet on the way, so no more than this */
+            CHECK((u & 0x7fffffffu) > 0x7f800000u);
+            CHECK_EQ(back & 0x7e00u, 0x7e00u);
+        }
+    }
+}
+
+TEST(halves_from_floats) {
+    tkv_rng r = tkv_rng_seed(1);
+    uint32_t h;
+    int i, d, n = tkv_test_quick() ? 20000 : 500000;
+    for (h = 0; h < 0x7bffu; h++) { /* each half, the middle to the next, and the floats beside both */
+        uint32_t at = tkvi_bits((float)half_value(h));
+        uint32_t middle = tkvi_bits((float)(0.5 * (half_value(h) + half_value(h + 1u))));
+        for (d = -1; d <= 1; d++) {
+            if (at > 0) check_to_f16(at + (uint32_t)d);
+            check_to_f16((middle + (uint32_t)d) | 0x80000000u);
+        }
+    }
+    for (i = 0; i < n; i++) check_to_f16(any_float(&r));
+}
+
+TEST(halves_literal) {
+    CHECK_EQ(tkvi_f32_to_f16(1.0f), 0x3c00);
+    CHECK_EQ(tkvi_f32_to_f16(-2.0f), 0xc000);
+    CHECK_EQ(tkvi_f32_to_f16(tkvi_from_bits(0x80000000u)), 0x8000);
+    CHECK_EQ(tkvi_f32_to_f16(65504.0f), 0x7bff);
+    CHECK_EQ(tkvi_f32_to_f16(65519.0f), 0x7bff);
+    CHECK_EQ(tkvi_f32_to_f16(65520.0f), 0x7bff);
+    CHECK_EQ(tkvi_f32_to_f16(-1e30f), 0xfbff);
+    CHECK_EQ(tkvi_f32_to_f16(tkvi_from_bits(0xff800000u)), 0xfbff);
+    CHECK_EQ(tkvi_f32_to_f16(tkvi_from_bits(0x7fc00000u)), 0x7e00);
+    CHECK_EQ(tkvi_f32_to_f16(2049.0f), 0x6800);              /* tie, down to 2048 */
+    CHECK_EQ(tkvi_f32_to_f16(2051.0f), 0x6802);              /* tie, up to 2052 */
+    CHECK_EQ(tkvi_f32_to_f16(5.9604644775390625e-8f), 1);    /* 2^-24 */
+    CHECK_EQ(tkvi_f32_to_f16(2.98023223876953125e-8f), 0);   /* 2^-25: tie, down to 0 */
+    CHECK_EQ(tkvi_f32_to_f16(2.9802325940409414e-8f), 1);    /* the float above */
+    CHECK_EQ(tkvi_f32_to_f16(8.94069671630859375e-8f), 2);   /* 1.5 * 2^-24: tie, up to 2 */
+    CHECK_EQ(tkvi_f32_to_f16(6.097555160522461e-5f), 0x3ff); /* the largest subnormal */
+    CHECK_EQ(tkvi_f32_to_f16(6.103515625e-5f), 0x400);       /* 2^-14 */
+    CHECK_EQ(tkvi_f32_to_f16(0.42f), 0x36b8);
+    CHECK_EQ(tkvi_bits(tkvi_f16_to_f32(0x3555)), 0x3eaaa000u);
+    CHECK_EQ(tkvi_bits(tkvi_f16_to_f32(0x8001)), 0xb3800000u);
+}
+
+TEST(bf16) {
+    tkv_rng r = tkv_rng_seed(2);
+    uint32_t h;
+    int i, d, n = tkv_test_quick() ? 20000 : 300000;
+    for (h = 0; h < 0x10000u; h++) {
+        uint32_t u = tkvi_bits(tkvi_bf16_to_f32((uint16_t)h));
+        if ((h & 0x7fffu) < 0x7f80u) {
+            CHECK_EQ(u, h << 16);
+            CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(u)), h);
+        } else if ((h & 0x7fffu) == 0x7f80u) {
+            CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(u)), (h & 0x8000u) | 0x7f7fu);
+        } else {
+            CHECK((u & 0x7fffffffu) > 0x7f800000u);
+            CHECK((tkvi_f32_to_bf16(tkvi_from_bits(u)) & 0x7fffu) > 0x7f80u);
+        }
+    }
+    for (h = 0; h < 0x7f7fu; h += tkv_test_quick() ? 7u : 1u)
+        for (d = -1; d <= 1; d++) check_to_bf16((h << 16 | 0x8000u) + (uint32_t)d);
+    for (i = 0; i < n; i++) check_to_bf16(any_float(&r));
+    CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(0x7f7fffffu)), 0x7f7f); /* FLT_MAX saturates */
+    CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(0xff7f8000u)), 0xff7f);
+}
+
+TEST(finite) {
+    static const uint32_t mantissas[] = {0, 1, 0x3fffffu, 0x400000u, 0x400001u, 0x7fffffu};
+    uint32_t e, s;
+    size_t i;
+    for (e = 0; e < 256; e++)
+        for (s = 0; s < 2; s++)
+            for (i = 0; i < sizeof mantissas / sizeof *mantissas; i++)
+                CHECK_EQ(tkvi_is_finite(tkvi_from_bits(s << 31 | e << 23 | mantissas[i])), e != 255);
+    CHECK(tkvi_is_finite(FLT_MAX));
+}
+
+/* >>rounding */
+TEST(round_half_to_even) {
+    static const struct {
+        float x;
+        int want;
+    } cases[] = {{0.0f, 0},   {0.5f, 0},   {1.5f, 2},        {2.5f, 2},        {3.5f, 4},     {4.5f, 4},
+                 {1.3f, 1},   {1.7f, 2},   {-0.5f, 0},       {-1.5f, -2},      {-2.5f, -2},   {-3.5f, -4},
+                 {-1.3f, -1}, {-1.7f, -2}, {0.49999997f, 0}, {0.50000006f, 1}, {254.5f, 254}, {253.5f, 254}};
+    tkv_rng r = tkv_rng_seed(3);
+    size_t c;
+    int i, k;
+    for (c = 0; c < sizeof cases / sizeof *cases; c++) {
+        int got = tkvi_rne(cases[c].x);
+        CHECK_MSG(got == cases[c].want, "%.9g gives %d, expected %d", (double)cases[c].x, got, cases[c].want);
+    }
+    for (k = -70000; k <= 70000; k++) {
+        volatile float x = (float)k; /* volatile: -ffast-math would add 0.5 to the constant in tkvi_rne */
+        CHECK_EQ(tkvi_rne(x), k);
+        x += 0.5f;
+        CHECK_EQ(tkvi_rne(x), k % 2 ? k + 1 : k);
+        x += 0.25f;
+        CHECK_EQ(tkvi_rne(x), k + 1);
+        x -= 0.5f;
+        CHECK_EQ(tkvi_rne(x), k);
+    }
+    CHECK_EQ(tkvi_rne(4194303.0f), 4194303);
+    CHECK_EQ(tkvi_rne(-4194303.0f), -4194303);
+    CHECK_EQ(tkvi_rne(4194302.5f), 4194302);
+    CHECK_EQ(tkvi_rne(-4194301.5f), -4194302);
+    for (i = 0; i < 100000; i++) { /* against floor, in double */
+        volatile float x = (float)((tkv_rng_uniform(&r) - 0.5) * 600.0);
+        double f = floor((double)x), rest = (double)x - f;
+        int want = (int)f + (rest > 0.5 || (rest == 0.5 && (int)f % 2 != 0));
+        CHECK_EQ(tkvi_rne(x), want);
+    }
+}
+
+/* Where the compiler keeps more than a float (x87), every operation through tkvi_f32 is still the IEEE one:
+ * compared with double, in which a difference is exact or harmless and a quotient rounds twice harmlessly. */
+TEST(single_precision_operations) {
+    volatile float one = 1.0f, tiny = 9.313225746154785e-10f, three = 3.0f;
+    tkv_rng r = tkv_rng_seed(4);
+    int i, n = tkv_test_quick() ? 20000 : 200000;
+    CHECK_EQ(tkvi_bits(tkvi_f32(one + tiny)), 0x3f800000u);
+    CHECK_EQ(tkvi_bits(tkvi_f32(one - tiny)), 0x3f800000u);
+    if (FAST_MATH) return; /* it may divide by a reciprocal */
+    CHECK_EQ(tkvi_bits(tkvi_f32(one / three)), 0x3eaaaaabu);
+    for (i = 0; i < n; i++) {
+        float a = (float)tkv_rng_gauss(&r), b = (float)(tkv_rng_gauss(&r) * (i % 3 ? 1.0 : 1e-4));
+        float c = (float)(tkv_rng_uniform(&r) + 1e-3);
+        float difference = tkvi_f32(a - b), quotient = tkvi_f32(difference / c);
+        volatile double d = (double)a - (double)b, q;
+        volatile float want = (float)d;
+        CHECK_EQ(tkvi_bits(difference), tkvi_bits(want));
+        q = (double)want / (double)c;
+        want = (float)q;
+        CHECK_EQ(tkvi_bits(quotient), tkvi_bits(want));
+    }
+}
+
+TEST(small_helpers) {
+    CHECK_EQ(tkvi_bits(tkvi_clampf(2.0f, -1.0f, 1.0f)), 0x3f800000u);
+    CHECK_EQ(tkvi_bits(tkvi_clampf(-2.0f, -1.0f, 1.0f)), 0xbf800000u);
+    CHECK_EQ(tkvi_bits(tkvi_clampf(0.5f, -1.0f, 1.0f)), 0x3f000000u);
+    CHECK_EQ(tkvi_min(3, -4), -4);
+    CHECK_EQ(tkvi_max(3, -4), 3);
+    CHECK_EQ(tkvi_round_up(0, 16), 0);
+    CHECK_EQ(tkvi_round_up(1, 16), 16);
+    CHECK_EQ(tkvi_round_up(80, 16), 80);
+    CHECK_EQ(tkvi_round_up(81, 16), 96);
+    CHECK_EQ(tkvi_align_up(0), 0);
+    CHECK_EQ(tkvi_align_up(1), 64);
+    CHECK_EQ(tkvi_align_up(64), 64);
+    CHECK_EQ(tkvi_align_up(65), 128);
+}
+
+TEST(bytes_are_little_endian) {
+    uint8_t b[5] = {0xee, 0xee, 0xee, 0xee, 0xee};
+    tkvi_store16(b + 1, 0x1234);
+    CHECK(b[0] == 0xee && b[1] == 0x34 && b[2] == 0x12 && b[3] == 0xee);
+    CHECK_EQ(tkvi_load16(b + 1), 0x1234);
+    tkvi_store32(b + 1, 0x89abcdefu);
+    CHECK(b[0] == 0xee && b[1] == 0xef && b[2] == 0xcd && b[3] == 0xab && b[4] == 0x89);
+    CHECK_EQ(tkvi_load32(b + 1), 0x89abcdefu);
+}
+
+/* >>sizes */
+TEST(sizes_are_checked) {
+    const size_t most = (size_t)-1, root = (size_t)1 << (sizeof(size_t) * 4);
+    size_t out = 7;
+    CHECK(tkvi_mul(0, most, &out) && out == 0);
+    CHECK(tkvi_mul(most, 0, &out) && out == 0);
+    CHECK(tkvi_mul(1, most, &out) && out == most);
+    CHECK(tkvi_mul(most, 1, &out) && out == most);
+    CHECK(tkvi_mul(root - 1, root + 1, &out) && out == most);
+    CHECK(tkvi_mul(root - 1, root, &out) && out == most - (root - 1));
+    CHECK(tkvi_mul(12, 34, &out) && out == 408);
+    out = 7;
+    CHECK(!tkvi_mul(root, root, &out));
+    CHECK(!tkvi_mul(most, 2, &out));
+    CHECK(!tkvi_mul(2, most / 2 + 1, &out));
+    CHECK_EQ(out, 7);
+    CHECK(tkvi_add(most, 0, &out) && out == most);
+    CHECK(tkvi_add(0, most, &out) && out == most);
+    CHECK(tkvi_add(most / 2, most / 2 + 1, &out) && out == most);
+    out = 7;
+    CHECK(!tkvi_add(most, 1, &out));
+    CHECK(!tkvi_add(1, most, &out));
+    CHECK(!tkvi_add(most / 2 + 1, most / 2 + 1, &out));
+    CHECK_EQ(out, 7);
+}
+
+/* >>memory */
+#ifndef TKV_NO_MALLOC
+TEST(default_allocator) {
+    static const size_t sizes[] = {0, 1, 7, 8, 63, 64, 65, 1000, 4096, 100001};
+    size_t align, i;
+    for (align = 1; align <= 64; align *= 2)
+        for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            uint8_t *a = (uint8_t *)tkvi_malloc(NULL, sizes[i], align);
+            uint8_t *b = (uint8_t *)tkvi_malloc(NULL, sizes[i], align);
+            REQUIRE(a && b);
+            CHECK_EQ((uintptr_t)a % align, 0);
+            CHECK_EQ((uintptr_t)b % align, 0);
+            memset(a, 0x11, sizes[i]); /* a sanitizer sees a byte too many */
+            memset(b, 0x22, sizes[i]);
+            CHECK(sizes[i] == 0 || (a[0] == 0x11 && a[sizes[i] - 1] == 0x11 && b[0] == 0x22));
+            tkvi_mfree(NULL, a, sizes[i], align);
+            tkvi_mfree(NULL, b, sizes[i], align);
+        }
+    CHECK(tkvi_malloc(NULL, (size_t)-1, 64) == NULL);
+    CHECK(tkvi_malloc(NULL, (size_t)-1 - 64, 64) == NULL);
+}
+#endif
+
+typedef struct counter {
+    int allocs, releases, fail;
+    size_t size, align;
+} counter;
+
+static void *counted_alloc(void *user, size_t size, size_t align) {
+    counter *c = (counter *)user;
+    if (c->fail) return NULL;
+    c->allocs++;
+    c->size = size;
+    c->align = align;
+    return c; /* any pointer will do, nobody writes to it */
+}
+
+static void counted_release(void *user, void *ptr, size_t size, size_t align) {
+    counter *c = (counter *)user;
+    CHECK(ptr == c);
+    c->releases++;
+    c->size = size;
+    c->align = align;
+}
+
+TEST(heap_counts) {
+    counter c;
+    tkvi_heap heap;
+    void *p;
+    memset(&c, 0, sizeof c);
+    memset(&heap, 0, sizeof heap);
+    heap.from.user = &c;
+    heap.from.alloc = counted_alloc;
+    heap.from.release = counted_release;
+    p = tkvi_get(&heap, 100);
+    CHECK(p && c.allocs == 1 && c.size == 100 && c.align == 64 && heap.held == 100 && heap.peak == 100);
+    p = tkvi_get(&heap, 28);
+    CHECK(p && heap.held == 128 && heap.peak == 128);
+    c.fail = 1;
+    CHECK(!tkvi_get(&heap, 1000));
+    CHECK(heap.held == 128 && heap.peak == 128);
+    tkvi_put(&heap, p, 100);
+    CHECK(c.releases == 1 && c.size == 100 && c.align == 64 && heap.held == 28 && heap.peak == 128);
+    tkvi_put(&heap, NULL, 100);
+    CHECK(c.releases == 1 && heap.held == 28);
+    tkvi_put(&heap, p, 28);
+    CHECK(c.releases == 2 && heap.held == 0 && heap.peak == 128);
+}
+
+TEST(arena) {
+    uint8_t room[1024 + 64];
+    tkvi_arena a;
+    uint8_t *p, *q;
+    memset(&a, 0, sizeof a);
+    a.base = room + (64 - (uintptr_t)room % 64) % 64;
+    a.size = 1024;
+    p = (uint8_t *)tkvi_arena_alloc(&a, 3, 64);
+    q = (uint8_t *)tkvi_arena_alloc(&a, 10, 64);
+    CHECK(p == a.base && q == a.base + 64 && a.used == 74);
+    q = (uint8_t *)tkvi_arena_alloc(&a, 1, 1);
+    CHECK(q == a.base + 74);
+    q = (uint8_t *)tkvi_arena_alloc(&a, 8, 16);
+    CHECK(q == a.base + 80);
+    CHECK(!tkvi_arena_alloc(&a, (size_t)-1, 64));
+    CHECK(!tkvi_arena_alloc(&a, 1024 - 128 + 1, 64));
+    CHECK_EQ(a.used, 88);
+    q = (uint8_t *)tkvi_arena_alloc(&a, 1024 - 128, 64);
+    CHECK(q == a.base + 128 && a.used == 1024);
+    CHECK(!tkvi_arena_alloc(&a, 1, 1));
+    a.used = 0;
+    a.closed = 1;
+    CHECK(!tkvi_arena_alloc(&a, 1, 1));
+    a.closed = 0;
+    a.used = (size_t)-1 - 3; /* cannot happen; must not wrap all the same */
+    CHECK(!tkvi_arena_alloc(&a, 1, 64));
+}
+
+/* >>text */
+static void sentence(char *buf, size_t size) {
+    tkvi_text t = tkvi_text_begin(buf, size);
+    tkvi_say(&t, "head_dim is ");
+    tkvi_say_int(&t, -1203);
+    tkvi_say(&t, "");
+    tkvi_say(&t, ", at most 256");
+}
+
+static const char *number(int64_t n) {
+    static char buf[32];
+    tkvi_text t = tkvi_text_begin(buf, sizeof buf);
+    tkvi_say_int(&t, n);
+    return buf;
+}
+
+TEST(text_is_cut) {
+    const char *whole = "head_dim is -1203, at most 256";
+    size_t size, i, full = strlen(whole) + 1;
+    char buf[64];
+    for (size = 0; size <= full + 3; size++) {
+        size_t keep = size < full ? size : full; /* bytes, the final zero included */
+        memset(buf, 0x5a, sizeof buf);
+        sentence(buf, size);
+        if (size > 0) CHECK(memcmp(buf, whole, keep - 1) == 0 && buf[keep - 1] == 0);
+        for (i = size; i < sizeof buf; i++) CHECK(buf[i] == 0x5a);
+    }
+    sentence(NULL, 0);
+    sentence(NULL, 10);
+    CHECK_STR(number(0), "0");
+    CHECK_STR(number(7), "7");
+    CHECK_STR(number(-10), "-10");
+    CHECK_STR(number(INT64_MAX), "9223372036854775807");
+    CHECK_STR(number(INT64_MIN), "-9223372036854775808");
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(halves_all);
+    RUN(halves_from_floats);
+    RUN(halves_literal);
+    RUN(bf16);
+    RUN(finite);
+    RUN(round_half_to_even);
+    RUN(single_precision_operations);
+    RUN(small_helpers);
+    RUN(bytes_are_little_endian);
+    RUN(sizes_are_checked);
+#ifndef TKV_NO_MALLOC
+    RUN(default_allocator);
+#endif
+    RUN(heap_counts);
+    RUN(arena);
+    RUN(text_is_cut);
+    return tkv_test_end();
+}

@@ -1,0 +1,287 @@
+/*
+ * tkv_test.h - the test frame: a list of tests, checks that print what they saw, and seeded numbers.
+ *
+ *     #define TIEREDKV_IMPLEMENTATION
+ *     #include "../tieredkv.h"
+ *     #include "tkv_test.h"
+ *
+ *     TEST(lengths) {
+ *         CHECK_EQ(1 + 1, 2);
+ *     }
+ *
+ *     int main(int argc, char **argv) {
+ *         tkv_test_begin(argc, argv);
+ *         RUN(lengths);
+ *         return tkv_test_end();
+ *     }
+ *
+ * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     run it from the root of the project
+ *
+ * The filter keeps tests whose name contains it. The last line is `N passed, N failed` and counts tests;
+ * `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to the
+ * thread that runs the test: workers hand their results to it.
+ *
+ * Environment: TKV_ISA = auto, scalar, avx2, avx512 forces the kernels (tests put tkv_test_isa() into
+ * cfg.isa); TKV_TEST_QUICK = 1 asks slow tests for a smaller version (tkv_test_quick(), set under emulators);
+ * TKV_DATA = directory of models and texts (tkv_test_data()), ../shared/data if not set.
+ */
+#ifndef TKV_TEST_H
+#define TKV_TEST_H
+
+#include "../tieredkv.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifndef __wasi__ /* its clock() needs a library of its own */
+#include <time.h>
+#endif
+
+enum { TKV_TEST_SHOWN = 10 }; /* failed checks printed per test; the rest is counted */
+
+typedef struct tkv_test_state {
+    const char *filter;
+    int list, dead;              /* dead: the forced instruction set is missing, every test is skipped */
+    int passed, failed, skipped; /* tests */
+    int checks, bad;             /* of the test that runs */
+    const char *skip;            /* why it was skipped, or NULL */
+} tkv_test_state;
+static tkv_test_state tkv_test_;
+
+/* >>checks */
+#define TEST(name) static void test_##name(void)
+#define RUN(name) tkv_test_run_(#name, test_##name)
+#define SKIP(why)                                                                                            \
+    do {                                                                                                     \
+        tkv_test_.skip = (why);                                                                              \
+        return;                                                                                              \
+    } while (0)
+
+#define CHECK(cond) ((void)tkv_test_check_((cond) ? 1 : 0, __FILE__, __LINE__, #cond))
+#define REQUIRE(cond) /* CHECK, and the test ends here if it fails */                                        \
+    do {                                                                                                     \
+        if (!tkv_test_check_((cond) ? 1 : 0, __FILE__, __LINE__, #cond)) return;                             \
+    } while (0)
+#define CHECK_MSG(cond, ...) tkv_test_msg_((cond) ? 1 : 0, __FILE__, __LINE__, #cond, __VA_ARGS__)
+#define CHECK_EQ(a, b) tkv_test_eq_((long long)(a), (long long)(b), __FILE__, __LINE__, #a " == " #b)
+#define CHECK_STR(a, b) tkv_test_str_((a), (b), __FILE__, __LINE__, #a " == " #b)
+#define CHECK_MEM(a, b, n) tkv_test_mem_((a), (b), (n), __FILE__, __LINE__, #a " == " #b)
+/* Of numbers, as double. NaN always fails, under -ffast-math too. */
+#define CHECK_NEAR(a, b, tol)                                                                                \
+    tkv_test_near_((double)(a), (double)(b), (double)(tol), __FILE__, __LINE__, #a " ~ " #b)
+#define CHECK_LE(a, b) tkv_test_le_((double)(a), (double)(b), __FILE__, __LINE__, #a " <= " #b)
+
+#if defined(__GNUC__) || defined(__clang__)
+#define TKV_TEST_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define TKV_TEST_PRINTF(fmt, args)
+#endif
+
+/* Counts one check and says whether its failure is to be printed; if so, prints where. */
+static inline int tkv_test_note_(int ok, const char *file, int line, const char *what) {
+    tkv_test_.checks++;
+    if (ok) return 0;
+    if (tkv_test_.bad++ == 0) printf("\n");
+    if (tkv_test_.bad > TKV_TEST_SHOWN) return 0;
+    printf("    %s:%d: %s", file, line, what);
+    return 1;
+}
+
+static inline int tkv_test_check_(int ok, const char *file, int line, const char *what) {
+    if (tkv_test_note_(ok, file, line, what)) printf("\n");
+    return ok;
+}
+
+TKV_TEST_PRINTF(5, 6)
+static inline void tkv_test_msg_(int ok, const char *file, int line, const char *what, const char *fmt, ...) {
+    if (tkv_test_note_(ok, file, line, what)) {
+        va_list ap;
+        printf(": ");
+        va_start(ap, fmt);
+        vprintf(fmt, ap);
+        va_end(ap);
+        printf("\n");
+    }
+}
+
+static inline void tkv_test_eq_(long long a, long long b, const char *file, int line, const char *what) {
+    if (tkv_test_note_(a == b, file, line, what)) printf(": %lld and %lld\n", a, b);
+}
+
+static inline void tkv_test_str_(const char *a, const char *b, const char *file, int line, const char *what) {
+    int ok = (a && b) ? strcmp(a, b) == 0 : a == b;
+    if (tkv_test_note_(ok, file, line, what))
+        printf(": \"%s\" and \"%s\"\n", a ? a : "(null)", b ? b : "(null)");
+}
+
+static inline void tkv_test_mem_(const void *a, const void *b, size_t n, const char *file, int line,
+                                 const char *what) {
+    const unsigned char *x = (const unsigned char *)a, *y = (const unsigned char *)b;
+    size_t i = 0;
+    while (i < n && x[i] == y[i]) i++;
+    if (tkv_test_note_(i == n, file, line, what))
+        printf(": byte %lu of %lu: 0x%02x and 0x%02x\n", (unsigned long)i, (unsigned long)n, (unsigned)x[i],
+               (unsigned)y[i]);
+}
+
+/* By bits: -ffast-math may fold x != x to false. */
+static inline int tkv_test_is_nan(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7fffffffffffffffu) > 0x7ff0000000000000u;
+}
+static inline int tkv_test_is_finite(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7ff0000000000000u) != 0x7ff0000000000000u;
+}
+
+static inline void tkv_test_near_(double a, double b, double tol, const char *file, int line,
+                                  const char *what) {
+    int ok = memcmp(&a, &b, sizeof a) == 0; /* infinities of one sign are near each other */
+    double d = a > b ? a - b : b - a;
+    if (!ok) ok = tkv_test_is_finite(a) && tkv_test_is_finite(b) && d <= tol;
+    if (tkv_test_is_nan(a)) ok = 0;
+    if (tkv_test_note_(ok, file, line, what))
+        printf(": %.9g and %.9g differ by %.3g, allowed %.3g\n", a, b, d, tol);
+}
+
+static inline void tkv_test_le_(double a, double b, const char *file, int line, const char *what) {
+    int ok = !tkv_test_is_nan(a) && !tkv_test_is_nan(b) && a <= b;
+    if (tkv_test_note_(ok, file, line, what)) printf(": %.9g and %.9g\n", a, b);
+}
+
+/* >>environment */
+static inline int tkv_test_quick(void) {
+    const char *s = getenv("TKV_TEST_QUICK");
+    return s && *s && strcmp(s, "0") != 0;
+}
+
+static inline tkv_isa tkv_test_isa(void) {
+    const char *s = getenv("TKV_ISA");
+    if (!s || !*s || strcmp(s, "auto") == 0) return TKV_ISA_AUTO;
+    if (strcmp(s, "scalar") == 0) return TKV_ISA_SCALAR;
+    if (strcmp(s, "avx2") == 0) return TKV_ISA_AVX2;
+    if (strcmp(s, "avx512") == 0) return TKV_ISA_AVX512;
+    printf("TKV_ISA is \"%s\": use auto, scalar, avx2 or avx512\n", s);
+    exit(2);
+}
+
+/* Path of models/x or text/x, or NULL when the file is not there: then SKIP. Valid until the next call. */
+static inline const char *tkv_test_data(const char *name) {
+    static char path[1024];
+    const char *dir = getenv("TKV_DATA");
+    FILE *f;
+    snprintf(path, sizeof path, "%s/%s", dir && *dir ? dir : "../shared/data", name);
+    f = fopen(path, "rb");
+    if (!f) return NULL;
+    fclose(f);
+    return path;
+}
+
+/* >>numbers: the same ones from a seed on every machine and under every flag (no libm) */
+typedef struct tkv_rng {
+    uint64_t state;
+} tkv_rng;
+
+static inline tkv_rng tkv_rng_seed(uint64_t seed) {
+    tkv_rng r;
+    r.state = seed;
+    return r;
+}
+
+static inline uint64_t tkv_rng_u64(tkv_rng *r) { /* splitmix64, Steele, Lea, Flood 2014 */
+    uint64_t z = r->state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static inline double tkv_rng_uniform(tkv_rng *r) { /* [0, 1) */
+    return (double)(tkv_rng_u64(r) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+static inline int tkv_rng_below(tkv_rng *r, int n) { /* 0 .. n-1 */
+    return (int)(((tkv_rng_u64(r) >> 32) * (uint64_t)n) >> 32);
+}
+
+/* Mean 0, sd 1. A count of 128 random bits is a Gaussian with steps of 0.18 sd; the sum of two uniforms
+ * joins the steps by straight lines. Tails reach 11 sd. */
+static inline double tkv_rng_gauss(tkv_rng *r) {
+    int bits = -64, i;
+    for (i = 0; i < 2; i++) {
+        uint64_t u = tkv_rng_u64(r);
+        u -= (u >> 1) & 0x5555555555555555u;
+        u = (u & 0x3333333333333333u) + ((u >> 2) & 0x3333333333333333u);
+        u = (u + (u >> 4)) & 0x0f0f0f0f0f0f0f0fu;
+        bits += (int)((u * 0x0101010101010101u) >> 56);
+    }
+    /* times 1 / sqrt(32 + 1/6) */
+    return ((double)bits + tkv_rng_uniform(r) + tkv_rng_uniform(r) - 1.0) * 0.17631815430712713;
+}
+
+static inline void tkv_rng_fill(tkv_rng *r, float *x, size_t n, double sd) { /* Gaussian */
+    size_t i;
+    for (i = 0; i < n; i++) x[i] = (float)(sd * tkv_rng_gauss(r));
+}
+
+/* >>running */
+static inline void tkv_test_begin(int argc, char **argv) {
+    tkv_isa isa = tkv_test_isa();
+    if (argc > 1 && strcmp(argv[1], "--list") == 0) tkv_test_.list = 1;
+    else if (argc > 1) tkv_test_.filter = argv[1];
+    if (isa != TKV_ISA_AUTO && !tkv_isa_available(isa)) {
+        tkv_test_.dead = 1;
+        if (!tkv_test_.list) printf("%s is not available here\n", tkv_isa_name(isa));
+    }
+}
+
+static inline void tkv_test_run_(const char *name, void (*test)(void)) {
+    tkv_test_state *t = &tkv_test_;
+#ifndef __wasi__
+    clock_t start = clock();
+#endif
+    if (t->filter && !strstr(name, t->filter)) return;
+    if (t->list) {
+        printf("%s\n", name);
+        return;
+    }
+    t->checks = t->bad = 0;
+    t->skip = t->dead ? "instruction set" : NULL;
+    printf("  %-42s", name);
+    fflush(stdout); /* so that the name of a test that crashes is seen */
+    if (!t->dead) test();
+    if (t->bad > TKV_TEST_SHOWN) printf("    ... %d more\n", t->bad - TKV_TEST_SHOWN);
+    if (t->bad) {
+        t->failed++;
+        printf("  FAILED %s: %d of %d checks", name, t->bad, t->checks);
+    } else if (t->skip) {
+        t->skipped++;
+        printf(" skipped: %s", t->skip);
+    } else if (!t->checks) {
+        t->failed++;
+        printf(" FAILED: it checks nothing");
+    } else {
+        t->passed++;
+        printf(" ok, %d checks", t->checks);
+    }
+#ifndef __wasi__
+    printf(", %.2f s", (double)(clock() - start) / (double)CLOCKS_PER_SEC);
+#endif
+    printf("\n");
+    fflush(stdout);
+}
+
+static inline int tkv_test_end(void) { /* the exit status */
+    const tkv_test_state *t = &tkv_test_;
+    int none = t->passed + t->failed + t->skipped == 0;
+    if (t->list) return 0;
+    if (none) printf("no test has \"%s\" in its name\n", t->filter ? t->filter : "");
+    printf("%d passed, %d failed", t->passed, t->failed);
+    if (t->skipped) printf(", %d skipped", t->skipped);
+    printf("\n");
+    return t->failed || none;
+}
+
+#endif /* TKV_TEST_H */
