@@ -221,8 +221,8 @@ typedef enum tkv_isa {
 } tkv_isa;
 typedef enum tkv_flush_mode {
     TKV_FLUSH_DUE = 0, /* what the next append would demote anyway */
-    TKV_FLUSH_FULL,    /* every full block of the hot tail, whatever its age */
-    TKV_FLUSH_ALL      /* the partial block too: it is coded short and takes a whole block's bytes */
+    TKV_FLUSH_FULL, /* every full block of the hot tail, whatever its age (not under hot_tokens = TKV_ALL) */
+    TKV_FLUSH_ALL   /* the partial block too: it is coded short and takes a whole block's bytes */
 } tkv_flush_mode;
 
 typedef struct tkv_cache tkv_cache; /* opaque */
@@ -337,7 +337,8 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
- * seq to its length + n cannot fail for memory. Held until then or until tkv_reset. n up to max_append. */
+ * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
+ * what is not due. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
@@ -397,7 +398,8 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every laye
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 /* Keeps the first n_tokens of every layer (a layer that has fewer keeps what it has). Only exact tokens can
- * be cut: TKV_ERR_INEXACT says how many must stay. At least hot_tokens can be cut at any time. */
+ * be cut: TKV_ERR_INEXACT says how many must stay. While tokens only came, at
+ * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
@@ -428,7 +430,9 @@ typedef struct tkv_memory_info {
     double ratio;      /* fp16_bytes / total */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
-/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing. */
+/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
+ * Exact, but that `index` can be off by one doubling of a table; peak is total (a prompt in large chunks has a
+ * higher one: a chunk is exact until the next). TKV_ERR_CONFIG if it is more than this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
@@ -1510,26 +1514,35 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 };
 
 #endif /* TKVI_KERNELS_H */
-/* ======== kernels_avx2.h ======== */
+/* ======== kernels_x86.h ======== */
 /*
- * kernels_avx2.h - what the x86 kernels share, and the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen).
+ * kernels_x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
+ * sets, prefetching, and the part of integer attention that has no vectors in it.
  *
- * Everything is compiled in one translation unit without any -m flag: each function that touches a vector, helpers
- * included, carries its target. Table entries are plain static functions; the pieces they are made of are inlined
- * by force, with the number of rows as a constant, so that accumulators stay in registers.
- * Calls kernels.h and below. kernels_avx512.h has the same functions with longer vectors: read them side by side.
+ * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
+ * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
+ * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
+ * registers. Calls kernels.h and below.
  */
-#ifndef TKVI_KERNELS_AVX2_H
-#define TKVI_KERNELS_AVX2_H
+#ifndef TKVI_KERNELS_X86_H
+#define TKVI_KERNELS_X86_H
 
 
 /* >>compilers */
+/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ALIGNED __attribute__((aligned(64)))
+#elif defined(_MSC_VER)
+#define TKVI_ALIGNED __declspec(align(64))
+#else
+#define TKVI_ALIGNED
+#endif
+
 #if !defined(TKV_NO_SIMD) && (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
 #define TKVI_X86
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TKVI_FLAT static inline __attribute__((always_inline))
-#define TKVI_ALIGNED __attribute__((aligned(64)))
 #ifndef TKV_NO_AVX512
 #define TKVI_AVX512
 #if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
@@ -1542,12 +1555,11 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #endif
 #endif
-#elif defined(                                                                                               \
-    _MSC_VER) /* intrinsics need no flag; its AVX-512 has leaked into AVX2 code, so only when asked for */
+#elif defined(_MSC_VER)
+/* Intrinsics need no flag. AVX-512 only when asked for: MSVC 19.38 let it leak into AVX2 code. */
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
-#define TKVI_ALIGNED __declspec(align(64))
 #if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
 #define TKVI_AVX512
 #define TKVI_TARGET_AVX512
@@ -1583,9 +1595,9 @@ TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #endif
 }
 
-TKVI_FLAT void tkvi_prefetch_meta(const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
-    size_t i;
-    for (i = s->code_bytes; i < s->bytes; i += 64) tkvi_prefetch(src + i, ahead);
+TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+    int i;
+    for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
 }
 
 /* Four weights of neighbouring channels or tokens, to be broadcast. */
@@ -1595,21 +1607,72 @@ TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
     return x;
 }
 
-#define TKVI_BIAS 127 /* makes levels unsigned */
+/* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
+/* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
+typedef struct tkvi_folding {
+    const float *x, *scale, *zero; /* x: [row][n] */
+    const float *ref;              /* K; NULL in V */
+    const uint8_t *centre2;        /* [n] twice the centre of the codes that a weight meets */
+    float half;                    /* centre2 times half is tkvi_centre */
+    int n, planes;
+    /* Out: rounded weights [weight row][w_stride]. A weight row is one plane of one row: a second plane is
+     * nothing but a row more. Room for one row more, and to the next multiple of 64 in each. */
+    int8_t *w;
+    int w_stride;
+} tkvi_folding;
 
-/* Twice the centre of the codes as the integer kernels see them. */
-static int tkvi_centre2(const tkvi_side *s, int width) {
-    return s->levels ? 2 * TKVI_BIAS : (1 << width) - 1;
+/* The answer of row r is  half_step * (2 sum w code - middle) + rest  with
+ * middle = sum w centre2,  rest = sum x (zero - ref + centre scale). */
+typedef struct tkvi_fold {
+    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
+    int32_t middle[TKVI_ROWS];
+} tkvi_fold;
+
+/* Multiply codes by weights. */
+typedef struct tkvi_products {
+    const tkvi_side *s;
+    const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
+    int half;                   /* number of the first 1-bit half */
+    int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
+    uintptr_t ahead;
+    const uint8_t *rest,
+        *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
+    const int8_t *w; /* [weight row][w_stride] */
+    int w_stride;
+    int w_group;  /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    int32_t *sum; /* [weight row][64] by lane; V uses the first 16 or 32 */
+} tkvi_products;
+
+typedef void (*tkvi_dot)(tkvi_products *d);
+
+typedef struct tkvi_steps {
+    tkvi_halves halves;
+    void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    void (*multiply)(tkvi_products *d, int weight_rows);
+    /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
+    void (*unfold)(const int32_t *sum, int planes, const tkvi_fold *f, int r, int n, int add, float *out);
+    int bias; /* what `multiply` adds to levels of a table to make them unsigned */
+} tkvi_steps;
+
+static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
+    return s->levels ? 2 * v->bias : (1 << width) - 1;
 }
 
-static void tkvi_centres(const tkvi_side *s, uint8_t *centre2) { /* by position in K */
-    int width;
-    memset(centre2, 0, TKV_MAX_HEAD_DIM);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        if (s->runs.n[width]) {
-            memset(centre2, tkvi_centre2(s, width), (size_t)(4 * s->runs.n[width]));
-            centre2 += 4 * s->runs.n[width];
-        }
+static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
+    d->s = s;
+    d->wide = src;
+    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->rest = d->tops;
+    d->end = src + s->bytes;
+    d->half = 0;
+    d->ahead = ahead;
+}
+
+TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
+    if (d->rest < d->end) {
+        tkvi_prefetch(d->rest, d->ahead);
+        d->rest += 64;
+    }
 }
 
 /* q and ref in the order of the codes; `room` for rows + 1 of them. */
@@ -1622,37 +1685,112 @@ static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, i
     *ref = room + rows * s->pad;
 }
 
-/* Folding scales into rows of q (by channel) or p (by token), for one group. */
-typedef struct tkvi_folding {
-    const float *x, *scale, *zero; /* x: [row][x_stride], n values used of each */
-    float centre;                  /* zero + centre * scale is what stands for zero */
-    const uint8_t *centre2;
-    int8_t *w; /* rounded weights [row][plane][w_stride], room for one more row than there are */
-    int x_stride, w_stride, n, planes;
-} tkvi_folding;
-
-/* What it gives besides the rounded weights. The answer of row r is
- *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x (zero + centre scale). */
-typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[TKVI_ROWS];
-} tkvi_fold;
-
-static void tkvi_folding_set(tkvi_folding *a, const float *x, int n, const float *scale, const float *zero,
-                             float centre, const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
-    a->x = x;
-    a->scale = scale;
-    a->zero = zero;
-    a->centre = centre;
-    a->centre2 = centre2;
-    a->w = w;
-    a->x_stride = a->n = n;
-    a->w_stride = w_stride;
-    a->planes = planes;
+static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int planes, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    tkvi_fold fold[2];
+    tkvi_folding a;
+    tkvi_products d;
+    int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
+    s->format->side[TKV_K].meta(s, src, v->halves, scale, zero);
+    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
+        if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
+    memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
+    a.x = q;
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.half = s->levels ? 0.0f : 0.5f;
+    a.n = s->pad;
+    a.w_stride = TKV_MAX_HEAD_DIM;
+    a.planes = planes;
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        a.w = w[g][0];
+        v->fold(&a, rows, &fold[g]);
+    }
+    d.w = w[0][0];
+    d.w_stride = TKV_MAX_HEAD_DIM;
+    d.w_group = s->groups == 2 ? (int)sizeof w[0] : 0;
+    d.sum = sum[0];
+    v->multiply(&d, rows * planes);
+    for (r = 0; r < rows; r++)
+        for (g = 0; g < s->groups; g++)
+            v->unfold(sum[r * planes] + g * tokens, planes, &fold[g], r, tokens, 0,
+                      scores + r * TKVI_BLOCK + g * tokens);
 }
+
+static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED uint8_t centre2[TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    tkvi_fold fold;
+    tkvi_folding a;
+    tkvi_products d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, v->halves, scale, zero);
+    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    a.x = p;
+    a.ref = NULL;
+    a.centre2 = centre2;
+    a.half = s->levels ? 0.0f : 0.5f;
+    a.w = w[0];
+    a.n = a.w_stride = TKVI_BLOCK;
+    a.planes = planes;
+    d.n = n;
+    d.w_stride = TKVI_BLOCK;
+    d.w_group = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) {
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                a.scale = scale + g * TKVI_BLOCK;
+                a.zero = zero + g * TKVI_BLOCK;
+                v->fold(&a, rows, &fold);
+            }
+            d.width = width;
+            d.slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* two that share a group */
+            d.w = w[0];
+            d.sum = sum[0];
+            v->multiply(&d, rows * planes);
+            for (r = 0; r < rows; r++)
+                v->unfold(sum[r * planes], planes, &fold, r, 16 * d.slabs, 1, out + r * s->pad + 16 * slab);
+            d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
+            d.half += 4 * d.slabs * tkvi_has_half[width];
+            slab += d.slabs;
+        }
+    }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_X86_H */
+/* ======== kernels_avx2.h ======== */
+/*
+ * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
+ * has the same functions with longer vectors; read them side by side. Calls kernels_x86.h.
+ */
+#ifndef TKVI_KERNELS_AVX2_H
+#define TKVI_KERNELS_AVX2_H
+
+
+#ifdef TKVI_X86
 
 /* >>pieces */
 TKVI_FLAT_AVX2 __m256i tkvi_bytes_avx2(const uint8_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_ints_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
@@ -1745,7 +1883,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
         const uint8_t *k[4];
         TKVI_UNROLL
         for (j = 0; j < nt; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        for (c = 0; c < nt * row_bytes; c += 64) tkvi_prefetch(src + t * row_bytes + c, ahead);
+        tkvi_prefetch_bytes(src + t * row_bytes, nt * row_bytes, ahead);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
@@ -1776,12 +1914,16 @@ static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        memset(scores, 0, (size_t)(tkvi_min(rows, 4) * TKVI_BLOCK) * sizeof(float));
-        if (rows == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 1, 4, scores);
-        else if (rows == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 2, 4, scores);
-        else tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 4, 2, scores);
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4) {
+        const float *x = q + r * s->pad;
+        float *o = scores + r * TKVI_BLOCK;
+        int left = rows - r;
+        if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 1, 4, o);
+        else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 2, 4, o);
+        else tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 4, 2, o);
     }
 }
 
@@ -1818,79 +1960,70 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
 static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *p, int rows, int n, int planes, float *out) {
     uintptr_t ahead = tkvi_ahead(src, next);
-    int c;
+    int r, c;
     (void)planes;
-    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * s->pad)
+    for (r = 0; r < rows; r += 4)
         for (c = 0; c < s->pad; c += 16) {
-            if (rows == 1) tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 1, out);
-            else if (rows == 2) tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 2, out);
-            else tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 4, out);
+            const float *x = p + r * TKVI_BLOCK;
+            float *o = out + r * s->pad;
+            int left = rows - r;
+            if (left == 1) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 1, o);
+            else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
+            else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
         }
 }
 
 /* >>tiles */
-/* One half (bytes 32b .. 32b + 31) of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where.
- * 16-bit shifts move bits into the neighbour byte, the masks take them away. Of 8-bit codes `part` says which four
- * bits: whole ones would overflow the 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *src, const tkvi_tile_at *at, int h, int b,
-                                    int part, uintptr_t ahead, __m256i *codes) {
-    const uint8_t *wide = src + at->wide + 32 * b, *top = src + at->halves + at->half / 2 * 64 + 32 * b;
-    const __m256i nibble = _mm256_set1_epi8(15);
+TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
+    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, _mm256_set1_epi8((char)mask)));
+    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, _mm256_set1_epi8((char)mask)));
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
+    return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
+}
+
+/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for
+ * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
+TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
+                                    int b, int part, __m256i *codes) {
     __m256i x;
     codes[0] = codes[1] = _mm256_setzero_si256();
+    wide += 32 * b;
     if (width == 8) {
-        __m128i place = _mm_cvtsi32_si128(4 * part);
-        if (b == 0 && part == 0) {
-            tkvi_prefetch(wide + 128 * h, ahead);
-            tkvi_prefetch(wide + 128 * h + 64, ahead);
-        }
-        codes[0] = _mm256_and_si256(_mm256_srl_epi16(tkvi_bytes_avx2(wide + 128 * h), place), nibble);
-        codes[1] = _mm256_and_si256(_mm256_srl_epi16(tkvi_bytes_avx2(wide + 128 * h + 64), place), nibble);
-    } else if (width >= 4) {
-        if (b == 0) tkvi_prefetch(wide + 64 * h, ahead);
+        x = tkvi_shifted_avx2(wide + 128 * h, 4 * part);
+        tkvi_merge_avx2(codes, x, tkvi_shifted_avx2(wide + 128 * h + 64, 4 * part), 15);
+        return;
+    }
+    if (width >= 4) {
         x = tkvi_bytes_avx2(wide + 64 * h);
-        codes[0] = _mm256_and_si256(x, nibble);
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
         if (width == 6) {
-            const __m256i bits = _mm256_set1_epi8(48);
-            if (b == 0 && h) tkvi_prefetch(wide + 128, ahead);
-            x = _mm256_srl_epi16(tkvi_bytes_avx2(wide + 128), _mm_cvtsi32_si128(4 * h));
-            codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(_mm256_slli_epi16(x, 4), bits));
-            codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(_mm256_slli_epi16(x, 2), bits));
+            x = tkvi_shifted_avx2(wide + 128, 4 * h);
+            tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 2), 48);
         }
     } else if (width >= 2) {
-        if (b == 0 && h) tkvi_prefetch(wide, ahead);
-        x = _mm256_srl_epi16(tkvi_bytes_avx2(wide), _mm_cvtsi32_si128(4 * h));
-        codes[0] = _mm256_and_si256(x, _mm256_set1_epi8(3));
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(x, 2), _mm256_set1_epi8(3));
+        x = tkvi_shifted_avx2(wide, 4 * h);
+        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 2), 3);
     }
-    if (width & 1) { /* the top bit, to be moved to place width - 1 */
-        __m128i place = _mm_cvtsi32_si128(width - 1);
-        __m256i bit = _mm256_set1_epi8((char)(1 << (width - 1)));
-        if (b == 0 && h) tkvi_prefetch(top, ahead);
-        x = _mm256_srl_epi16(tkvi_bytes_avx2(top), _mm_cvtsi32_si128(at->half % 2 * 4 + 2 * h));
-        codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(_mm256_sll_epi16(x, place), bit));
-        x = _mm256_srli_epi16(x, 1);
-        codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(_mm256_sll_epi16(x, place), bit));
+    if (width & 1) {
+        x = tkvi_shifted_avx2(tops + (half >> 1) * 64 + 32 * b, (half & 1) * 4 + 2 * h);
+        if (width == 1) tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 1), 1);
+        else if (width == 3) tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 2), _mm256_slli_epi16(x, 1), 4);
+        else tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 3), 16);
     }
 }
 
-/* acc += codes * weights, four by four. Pairs of products fit 16 bits: 2 * 127 * 63. With a table the levels are the
- * signed operand and the size of the weights the unsigned one: 2 * 127 * 127. `unit` is 1, or 16 for high nibbles. */
-TKVI_FLAT_AVX2 __m256i tkvi_dot_avx2(__m256i acc, __m256i codes, __m256i four, __m256i unit,
-                                     const __m256i *table) {
-    __m256i pairs = table ? _mm256_maddubs_epi16(_mm256_abs_epi8(four),
-                                                 _mm256_sign_epi8(_mm256_shuffle_epi8(*table, codes), four))
-                          : _mm256_maddubs_epi16(codes, four);
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, unit));
-}
-
-/* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do. */
+/* Four rows go together so that their horizontal sums do. */
 TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
-    const float *x = a->x + first * a->x_stride;
+    const float *x = a->x + first * a->n;
     __m256 most[4], rest[4];
     __m256i middle[4];
     __m128 m, inverse;
@@ -1903,17 +2036,21 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     }
     for (i = 0; i < a->n; i += 8) {
         __m256 scale = _mm256_loadu_ps(a->scale + i);
-        __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
+        __m256i twice =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
+        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
+        __m256 zero = _mm256_loadu_ps(a->zero + i);
+        if (a->ref) zero = _mm256_sub_ps(zero, _mm256_loadu_ps(a->ref + i));
+        zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x + r * a->x_stride + i), y = _mm256_mul_ps(v, scale);
+            __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
         }
     }
     m = tkvi_max4_avx2(most);
-    inverse = _mm_and_ps(_mm_div_ps(top, m),
-                         _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* smaller: contributes nothing */
+    inverse = _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* as if smaller were 0 */
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
@@ -1923,8 +2060,8 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->x_stride + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->x_stride + i + 8), scale1);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1);
             __m256 y = _mm256_set1_ps(by[r]);
             __m256i k = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(u, y)),
                                            _mm256_cvtps_epi32(_mm256_mul_ps(v, y)));
@@ -1959,176 +2096,189 @@ static TKVI_TARGET_AVX2 void tkvi_fold_avx2(const tkvi_folding *a, int rows, tkv
     if (left == 3) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
 }
 
-/* step * (sum w (code - centre)) + rest for 8 lanes; sums of two planes stand 64 apart. */
-TKVI_FLAT_AVX2 __m256 tkvi_unfold_avx2(const int32_t *sum, int planes, float half_step, int32_t middle,
-                                       float rest) {
-    __m256i d = _mm256_loadu_si256((const __m256i *)(const void *)sum);
-    if (planes == 2)
-        d = _mm256_add_epi32(_mm256_slli_epi32(d, 7),
-                             _mm256_loadu_si256((const __m256i *)(const void *)(sum + TKVI_BLOCK)));
-    d = _mm256_sub_epi32(_mm256_slli_epi32(d, 1), _mm256_set1_epi32(middle));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), _mm256_set1_ps(half_step), _mm256_set1_ps(rest));
-}
-
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64]. */
-TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(const tkvi_side *s, const uint8_t *src, int h, int b, uintptr_t ahead,
-                                    const int8_t *w, const int nw, int32_t *sum) {
-    __m256i acc[4][2], table = _mm256_setzero_si256();
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, r, j, part;
-    if (s->levels)
-        table = _mm256_broadcastsi128_si256(tkvi_bytes16_avx2((const uint8_t *)(const void *)s->levels));
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, w += 4) {
-            for (part = 0; part < 1 + (width == 8); part++) {
-                __m256i c[2], unit = _mm256_set1_epi16(part ? 16 : 1);
-                tkvi_codes_avx2(width, src, &at, h, b, part, ahead, c);
-                TKVI_UNROLL
-                for (r = 0; r < nw; r++) {
-                    __m256i four = _mm256_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));
-                    TKVI_UNROLL
-                    for (j = 0; j < 2; j++)
-                        acc[r][j] = tkvi_dot_avx2(acc[r][j], c[j], four, unit, s->levels ? &table : NULL);
-                }
-            }
-            tkvi_next_tile(&at, width);
-        }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + 32 * h + 16 * j + 8 * b),
-                                acc[r][j]);
+static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, int planes, const tkvi_fold *f, int r,
+                                              int n, int add, float *out) {
+    const __m256 half_step = _mm256_set1_ps(f->half_step[r]), rest = _mm256_set1_ps(f->rest[r]);
+    const __m256i middle = _mm256_set1_epi32(f->middle[r]);
+    int i;
+    for (i = 0; i < n; i += 8) {
+        __m256i x = tkvi_ints_avx2(sum + i);
+        __m256 y;
+        if (planes == 2) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(sum + TKVI_BLOCK + i));
+        y = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_slli_epi32(x, 1), middle));
+        y = _mm256_fmadd_ps(y, half_step, rest);
+        _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int planes,
-                                               float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[2];
-    tkvi_folding a;
-    uintptr_t ahead = tkvi_ahead(src, next);
-    int weight_rows = rows * planes, r, g, h, b, c;
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
+ * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63.
+ * With a table, levels are the signed operand and the size of a weight the unsigned one, 2 * 127 * 127: each
+ * pair of products goes to 32 bits by itself. `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(__m256i c, __m256i u, __m256i e, __m256i v, __m256i unit) {
+    return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(c, u), _mm256_maddubs_epi16(e, v)), unit);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
+    __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
+}
+
+/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
+#define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
+#define TKVI_MAC4_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
+        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
+        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(c[0], u, e[0], v, unit));                                \
+        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(c[1], u, e[1], v, unit));                                \
+    }
+#define TKVI_LEVELED4_(r)                                                                                    \
+    if (r < nw) {                                                                                            \
+        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
+        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
+        a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(c[0], u, table));                                    \
+        b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(c[1], u, table));                                    \
+        if (both) {                                                                                          \
+            a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(e[0], v, table));                                \
+            b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(e[1], v, table));                                \
+        }                                                                                                    \
+    }
+#define TKVI_SAVE4_(r)                                                                                       \
+    if (r < nw) {                                                                                            \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK), a##r);                                \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + apart), b##r);                        \
+    }
+
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64].
+ * Two tiles a step. */
+TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
+    const tkvi_side *s = d->s;
+    const int stride = TKV_MAX_HEAD_DIM, apart = 16;
+    const uint8_t *wide = d->wide;
+    const int8_t *w0 = d->w + h * d->w_group;
+    int32_t *sum = d->sum + 32 * h + 8 * b;
+    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
+    int half = d->half, width, i, part;
+    TKVI_ROWS4_(TKVI_ZERO4_)
+    if (s->levels) table = tkvi_levels_avx2(s->levels);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width], n = s->runs.n[width];
+        for (part = 0; part < 1 + (width == 8); part++) {
+            const uint8_t *tile = wide;
+            const int8_t *w = w0;
+            unit = _mm256_set1_epi16(part ? 16 : 1);
+            for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
+                const int both = i + 1 < n;
+                if (h == 0 && b == 0) {
+                    tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
+                    tkvi_prefetch_rest(d);
+                    tkvi_prefetch_rest(d);
+                }
+                tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);
+                e[0] = e[1] = _mm256_setzero_si256();
+                if (both)
+                    tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);
+                if (s->levels) {
+                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                } else {
+                    TKVI_ROWS4_(TKVI_MAC4_)
+                }
+            }
+        }
+        wide += n * bytes;
+        half += n * has_half;
+        w0 += 4 * n;
+    }
+    TKVI_ROWS4_(TKVI_SAVE4_)
+}
+
+TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
+    int q;
+    for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
+}
+
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on. */
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, const int nw) {
+    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, apart = 8, both = 1;
+    const int8_t *levels = d->s->levels;
+    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
+    int t, h, part;
+    TKVI_ROWS4_(TKVI_ZERO4_)
+    if (levels) table = tkvi_levels_avx2(levels);
+    for (part = 0; part < 1 + (width == 8); part++) {
+        const uint8_t *tile = d->wide + skip * bytes;
+        const int8_t *w = d->w;
+        int half = d->half + skip * has_half;
+        unit = _mm256_set1_epi16(part ? 16 : 1);
+        for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
+            tkvi_prefetch_bytes(tile, bytes, d->ahead);
+            tkvi_prefetch_rest(d);
+            for (h = 0; h < 2; h++, w += 8) {
+                tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
+                tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
+                u = c[1];
+                c[1] = e[0];
+                e[0] = u;
+                if (levels) {
+                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                } else {
+                    TKVI_ROWS4_(TKVI_MAC4_)
+                }
+            }
+            tile += bytes;
+            half += has_half;
+        }
+    }
+    TKVI_ROWS4_(TKVI_SAVE4_)
+}
+
+TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
+    int slab;
+    for (slab = 0; slab < d->slabs; slab++) tkvi_dot_vs_avx2(d, 4 * slab, d->sum + 16 * slab, nw);
+}
+
+#define TKVI_DOTS_AVX2_(nw)                                                                                  \
+    static TKVI_TARGET_AVX2 void tkvi_dot_k##nw##_avx2(tkvi_products *d) { tkvi_dot_k_avx2(d, nw); }         \
+    static TKVI_TARGET_AVX2 void tkvi_dot_v##nw##_avx2(tkvi_products *d) { tkvi_dot_v_avx2(d, nw); }
+TKVI_DOTS_AVX2_(1)
+TKVI_DOTS_AVX2_(2)
+TKVI_DOTS_AVX2_(4)
+#undef TKVI_DOTS_AVX2_
+#undef TKVI_ROWS4_
+#undef TKVI_ZERO4_
+#undef TKVI_MAC4_
+#undef TKVI_LEVELED4_
+#undef TKVI_SAVE4_
+
+/* All weight rows, in the passes that registers allow: 1, 2 or 4. A row beyond the last one is zero. */
+static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
+    static const tkvi_dot dots[2][3] = {
+        {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
+        {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
+    };
+    int left;
+    for (left = weight_rows; left > 0; left -= 4) {
+        dots[d->s->which][tkvi_min(left - 1, 2)](d);
+        d->w += 4 * d->w_stride;
+        d->sum += 4 * TKVI_BLOCK;
+    }
+}
+
+static const tkvi_steps tkvi_steps_avx2 = {tkvi_halves_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
+                                           tkvi_unfold_avx2, 0};
+
+static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int planes, float *scores) {
     (void)n;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_avx2, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
-    tkvi_centres(s, centre2);
-    for (g = 0; g < s->groups; g++) {
-        for (c = 0; c < s->pad; c += 8) { /* zero - ref + centre * scale, the same for all rows */
-            int m = g * s->pad + c;
-            __m256 z = _mm256_sub_ps(_mm256_loadu_ps(zero + m), _mm256_loadu_ps(ref + c));
-            __m128i twice = _mm_loadl_epi64((const __m128i *)(const void *)(centre2 + c));
-            __m256 half = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(twice)),
-                                        _mm256_set1_ps(s->levels ? 0.0f : 0.5f));
-            _mm256_storeu_ps(zero + m, _mm256_fmadd_ps(half, _mm256_loadu_ps(scale + m), z));
-        }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
-                         TKV_MAX_HEAD_DIM);
-        tkvi_fold_avx2(&a, rows, &fold[g]);
-    }
-    for (r = 0; r < weight_rows; r += 4)
-        for (h = 0; h < 2; h++)
-            for (b = 0; b < 2; b++) {
-                const int8_t *weights = w[s->groups == 2 ? h : 0][r];
-                int left = weight_rows - r;
-                if (left == 1) tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 1, sum[r]);
-                else if (left == 2) tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 2, sum[r]);
-                else tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 4, sum[r]);
-            }
-    for (r = 0; r < rows; r++)
-        for (c = 0; c < TKVI_BLOCK; c += 8) {
-            const tkvi_fold *f = &fold[s->groups == 2 ? c / 32 : 0];
-            _mm256_storeu_ps(scores + r * TKVI_BLOCK + c,
-                             tkvi_unfold_avx2(sum[r * planes] + c, planes, f->half_step[r],
-                                              s->levels ? 0 : f->middle[r], f->rest[r]));
-        }
+    tkvi_tiles_k(&tkvi_steps_avx2, s, src, next, q, ref, rows, planes, scores);
 }
 
-/* V: lanes are the 16 channels of one slab; sum[weight row][64], of which 16 are used. */
-TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(const tkvi_side *s, const uint8_t *src, int width,
-                                    const tkvi_tile_at *first, int n, uintptr_t ahead, const int8_t *w,
-                                    const int nw, int32_t *sum) {
-    __m256i acc[4][2], table = _mm256_setzero_si256();
-    tkvi_tile_at at = *first;
-    int t, h, p, r, j, part;
-    if (s->levels)
-        table = _mm256_broadcastsi128_si256(tkvi_bytes16_avx2((const uint8_t *)(const void *)s->levels));
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++, w += 8)
-            for (part = 0; part < 1 + (width == 8); part++) {
-                __m256i c[2][2], unit = _mm256_set1_epi16(part ? 16 : 1);
-                tkvi_codes_avx2(width, src, &at, h, 0, part, ahead, c[0]);
-                tkvi_codes_avx2(width, src, &at, h, 1, part, ahead, c[1]);
-                TKVI_UNROLL
-                for (p = 0; p < 2; p++) {
-                    TKVI_UNROLL
-                    for (r = 0; r < nw; r++) {
-                        __m256i four = _mm256_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4 * p));
-                        TKVI_UNROLL
-                        for (j = 0; j < 2; j++)
-                            acc[r][j] =
-                                tkvi_dot_avx2(acc[r][j], c[j][p], four, unit, s->levels ? &table : NULL);
-                    }
-                }
-            }
-        tkvi_next_tile(&at, width);
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + 8 * j), acc[r][j]);
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int planes, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_folding a;
-    tkvi_fold f;
-    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
-    uintptr_t ahead = tkvi_ahead(src, next);
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, j, r, g, slab = 0;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_avx2, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    memset(ones, 1, sizeof ones);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4, slab++) {
-            int32_t centre2 = s->levels ? 0 : tkvi_centre2(s, width);
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
-                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
-                tkvi_fold_avx2(&a, rows, &f);
-            }
-            for (r = 0; r < weight_rows; r += 4) {
-                int left = weight_rows - r;
-                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 1, sum[r]);
-                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 2, sum[r]);
-                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 4, sum[r]);
-            }
-            for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            for (r = 0; r < rows; r++)
-                for (j = 0; j < 2; j++) {
-                    float *o = out + r * s->pad + 16 * slab + 8 * j;
-                    __m256 d = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f.half_step[r],
-                                                centre2 * f.middle[r], f.rest[r]);
-                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), d));
-                }
-        }
+static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int planes, float *out) {
+    tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
 static const tkvi_kernels tkvi_kernels_avx2 = {
@@ -2149,15 +2299,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * kernels_avx512.h - the kernels of kernels.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
  *
  * Two shapes do the work.
- *   Integers:  two vectors of codes x up to 8 weight rows = 16 accumulators in registers. A weight row is one
- *              plane of one query row; a plane is a row more, nothing else. vpdpbusd multiplies unsigned codes
- *              by signed weights, four weights broadcast at a time.
- *   Floats:    4 vectors x up to 4 query rows.
- * Both are written once with the number of rows as a constant argument, and instantiated by a switch. The
- * width of a tile is looked at once per 16 products, by a branch that goes the same way for a whole run.
+ *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
+ *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
+ *             looked at once per 16 products, by branches that go the same way for a whole run.
+ *   Floats:   4 vectors x up to 4 query rows.
+ * Both are written once, with the number of rows as a constant argument.
  *
- * Levels are signed, codes must be unsigned here: the table is biased by 127 and the bias comes off with
- * the centre. (Levels as the signed operand would ask for unsigned weights: one bit less of them.)
+ * Levels of a table are signed, but the operand of codes is unsigned: they are biased by 127, which comes off
+ * with the centre. (Levels as the signed operand would need unsigned weights and a sign per product.)
  */
 #ifndef TKVI_KERNELS_AVX512_H
 #define TKVI_KERNELS_AVX512_H
@@ -2206,7 +2355,8 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, flo
     for (t = 0; t < TKVI_BLOCK; t += 16) {
         __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)), n, r, y;
         __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-        n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+        n = _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
         r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
         r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
         y = _mm512_fmadd_ps(_mm512_set1_ps(1.9875691500e-4f), r, _mm512_set1_ps(1.3981999507e-3f));
@@ -2262,7 +2412,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
         const uint8_t *k[4];
         TKVI_UNROLL
         for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        for (c = 0; c < 4 * row_bytes; c += 64) tkvi_prefetch(src + t * row_bytes + c, ahead);
+        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
@@ -2290,12 +2440,16 @@ static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uin
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        memset(scores, 0, (size_t)(tkvi_min(rows, 4) * TKVI_BLOCK) * sizeof(float));
-        if (rows == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 1, scores);
-        else if (rows == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 2, scores);
-        else tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 4, scores);
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4) {
+        const float *x = q + r * s->pad;
+        float *o = scores + r * TKVI_BLOCK;
+        int left = rows - r;
+        if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 1, o);
+        else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 2, o);
+        else tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 4, o);
     }
 }
 
@@ -2339,77 +2493,84 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
                                                    const uint8_t *next, const float *p, int rows, int n,
                                                    int planes, float *out) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * s->pad) {
-        int c = 0;
+    for (r = 0; r < rows; r += 4) {
+        const float *x = p + r * TKVI_BLOCK;
+        float *o = out + r * s->pad;
+        int left = rows - r, c = 0;
         for (; c + 64 <= s->pad; c += 64) {
-            if (rows == 1) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 1, 4, out);
-            else if (rows == 2) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 2, 4, out);
-            else tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 4, 4, out);
+            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
+            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
+            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
         }
-        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 4, 1, out);
+        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
     }
 }
 
 /* >>tiles */
-/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. 16-bit shifts move bits
- * into the neighbour byte, the masks take them away. */
-TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *src, const tkvi_tile_at *at, int h,
+/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+TKVI_FLAT_AVX512 void tkvi_merge_avx512(__m512i *codes, __m512i a, __m512i b, int mask) {
+    codes[0] = _mm512_or_si512(codes[0], _mm512_and_si512(a, _mm512_set1_epi8((char)mask)));
+    codes[1] = _mm512_or_si512(codes[1], _mm512_and_si512(b, _mm512_set1_epi8((char)mask)));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_shifted_avx512(const uint8_t *p, int right) {
+    return _mm512_srl_epi16(tkvi_bytes_avx512(p), _mm_cvtsi32_si128(right));
+}
+
+/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. */
+TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
                                         uintptr_t ahead, const __m512i *table, __m512i *codes) {
-    const uint8_t *wide = src + at->wide, *top = src + at->halves + at->half / 2 * 64;
-    __m512i a, b, x;
-    if (width == 8) {
-        tkvi_prefetch(wide + 128 * h, ahead);
-        tkvi_prefetch(wide + 128 * h + 64, ahead);
-        codes[0] = tkvi_bytes_avx512(wide + 128 * h);
-        codes[1] = tkvi_bytes_avx512(wide + 128 * h + 64);
-        return;
-    }
+    __m512i x;
+    codes[0] = codes[1] = _mm512_setzero_si512();
     if (width >= 4) {
-        tkvi_prefetch(wide + 64 * h, ahead);
-        x = tkvi_bytes_avx512(wide + 64 * h);
-        a = _mm512_and_si512(x, _mm512_set1_epi8(15));
-        b = _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+        const int at = (width == 8 ? 128 : 64) * h;
+        tkvi_prefetch(wide + at, ahead);
+        x = tkvi_bytes_avx512(wide + at);
+        if (width == 8) {
+            tkvi_prefetch(wide + at + 64, ahead);
+            codes[0] = x;
+            codes[1] = tkvi_bytes_avx512(wide + at + 64);
+            return;
+        }
+        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 4), 15);
         if (width == 6) {
             if (h) tkvi_prefetch(wide + 128, ahead);
-            x = _mm512_srl_epi16(tkvi_bytes_avx512(wide + 128), _mm_cvtsi32_si128(4 * h));
-            a = _mm512_or_si512(a, _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(48)));
-            b = _mm512_or_si512(b, _mm512_and_si512(_mm512_slli_epi16(x, 2), _mm512_set1_epi8(48)));
+            x = tkvi_shifted_avx512(wide + 128, 4 * h);
+            tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 2), 48);
         }
     } else if (width >= 2) {
         if (h) tkvi_prefetch(wide, ahead);
-        x = _mm512_srl_epi16(tkvi_bytes_avx512(wide), _mm_cvtsi32_si128(4 * h));
-        a = _mm512_and_si512(x, _mm512_set1_epi8(3));
-        b = _mm512_and_si512(_mm512_srli_epi16(x, 2), _mm512_set1_epi8(3));
-    } else a = b = _mm512_setzero_si512();
-    if (width & 1) { /* the top bit, to be moved to place width - 1 */
-        __m128i place = _mm_cvtsi32_si128(width - 1);
-        __m512i bit = _mm512_set1_epi8((char)(1 << (width - 1)));
-        if (h) tkvi_prefetch(top, ahead);
-        x = _mm512_srl_epi16(tkvi_bytes_avx512(top), _mm_cvtsi32_si128(at->half % 2 * 4 + 2 * h));
-        a = _mm512_or_si512(a, _mm512_and_si512(_mm512_sll_epi16(x, place), bit));
-        b = _mm512_or_si512(b, _mm512_and_si512(_mm512_sll_epi16(_mm512_srli_epi16(x, 1), place), bit));
+        x = tkvi_shifted_avx512(wide, 4 * h);
+        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 2), 3);
+    }
+    if (width & 1) {
+        const uint8_t *top = tops + (half >> 1) * 64;
+        x = tkvi_shifted_avx512(top, (half & 1) * 4 + 2 * h);
+        if (width == 1) tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 1), 1);
+        else if (width == 3) tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 2), _mm512_slli_epi16(x, 1), 4);
+        else tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 3), 16);
     }
     if (table) {
-        a = _mm512_shuffle_epi8(*table, a);
-        b = _mm512_shuffle_epi8(*table, b);
+        codes[0] = _mm512_shuffle_epi8(*table, codes[0]);
+        codes[1] = _mm512_shuffle_epi8(*table, codes[1]);
     }
-    codes[0] = a;
-    codes[1] = b;
 }
+
+#define TKVI_BIAS_AVX512 127
 
 /* The 16 biased levels in each 128-bit quarter. */
 TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
     __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS));
+    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS_AVX512));
 }
 
-/* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do, four vectors so that they pack into one of bytes. */
+/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
 TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const float *x = a->x + first * a->x_stride;
+    const float *x = a->x + first * a->n;
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4];
     __m512i middle[4], middle_hi[4];
@@ -2423,11 +2584,16 @@ TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const 
     }
     for (i = 0; i < a->n; i += 16) {
         __m512 scale = _mm512_loadu_ps(a->scale + i);
-        __m512 zero = _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + i));
+        __m512i twice =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
+        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
+        __m512 zero = _mm512_loadu_ps(a->zero + i);
+        if (a->ref) zero = _mm512_sub_ps(zero, _mm512_loadu_ps(a->ref + i));
+        zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m512 v = _mm512_loadu_ps(x + r * a->x_stride + i), y = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_range_ps(most[r], y, 11); /* the larger size, positive */
+            __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
             _mm512_store_ps(folded[r] + i, y);
         }
@@ -2484,190 +2650,149 @@ static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows,
     if (rows * a->planes % 2) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
 }
 
-/* step * (sum w (code - centre)) + rest for 16 lanes; sums of two planes stand 64 apart. */
-TKVI_FLAT_AVX512 __m512 tkvi_unfold_avx512(const int32_t *sum, int planes, float half_step, int32_t middle,
-                                           float rest) {
-    __m512i d = _mm512_loadu_si512((const void *)sum);
-    if (planes == 2)
-        d = _mm512_add_epi32(_mm512_slli_epi32(d, 7), _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK)));
-    d = _mm512_sub_epi32(_mm512_slli_epi32(d, 1), _mm512_set1_epi32(middle));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(d), _mm512_set1_ps(half_step), _mm512_set1_ps(rest));
+static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, int planes, const tkvi_fold *f, int r,
+                                                  int n, int add, float *out) {
+    const __m512 half_step = _mm512_set1_ps(f->half_step[r]), rest = _mm512_set1_ps(f->rest[r]);
+    const __m512i middle = _mm512_set1_epi32(f->middle[r]);
+    int i;
+    for (i = 0; i < n; i += 16) {
+        __m512i x = _mm512_loadu_si512((const void *)(sum + i));
+        __m512 y;
+        if (planes == 2)
+            x = _mm512_add_epi32(_mm512_slli_epi32(x, 7),
+                                 _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK + i)));
+        y = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(x, 1), middle));
+        y = _mm512_fmadd_ps(y, half_step, rest);
+        _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+    }
 }
 
-/* How many weight rows to take at once: 1, 2, 4, 6 or 8. The rows beyond the last one are zero. */
-TKVI_FLAT int tkvi_pass(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
-
-/* K: lanes are tokens 32h .. 32h + 31; nw weight rows, sum[weight row][64]. */
-TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(const tkvi_side *s, const uint8_t *src, int h, uintptr_t ahead,
-                                        const int8_t *w, const int nw, int32_t *sum) {
-    __m512i acc[8][2], table = _mm512_setzero_si512();
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, r, j;
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) acc[r][j] = _mm512_setzero_si512();
+/* Accumulators a0..a7 and b0..b7. Named ones stay in registers with every compiler, arrays do not. */
+#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r;
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * stride));                                                 \
+        a##r = _mm512_dpbusd_epi32(a##r, x, four);                                                           \
+        b##r = _mm512_dpbusd_epi32(b##r, y, four);                                                           \
     }
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
+    }
+
+/* K: lanes are tokens 32h .. 32h + 31. */
+TKVI_FLAT_AVX512 void tkvi_dot_kh_avx512(tkvi_products *d, const int h, const int nw) {
+    const tkvi_side *s = d->s;
+    const int stride = TKV_MAX_HEAD_DIM;
+    const uint8_t *wide = d->wide;
+    const int8_t *w = d->w + h * d->w_group;
+    int32_t *sum = d->sum + 32 * h;
+    __m512i table = _mm512_setzero_si512(), x, y, four;
+    int half = d->half, width, i;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (s->levels) table = tkvi_levels_avx512(s->levels);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++, w += 4) {
             __m512i c[2];
-            tkvi_codes_avx512(width, src, &at, h, ahead, s->levels ? &table : NULL, c);
-            tkvi_next_tile(&at, width);
-            TKVI_UNROLL
-            for (r = 0; r < nw; r++) {
-                __m512i four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));
-                TKVI_UNROLL
-                for (j = 0; j < 2; j++) acc[r][j] = _mm512_dpbusd_epi32(acc[r][j], c[j], four);
-            }
+            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, s->levels ? &table : NULL, c);
+            wide += tkvi_wide_bytes[width];
+            half += tkvi_has_half[width];
+            if (h == 0) tkvi_prefetch_rest(d);
+            x = c[0];
+            y = c[1];
+            TKVI_ROWS_(TKVI_MAC_)
         }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32 * h + 16 * j), acc[r][j]);
-    }
+    TKVI_ROWS_(TKVI_SAVE_)
 }
 
-static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int planes, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[2];
-    tkvi_folding a;
-    uintptr_t ahead = tkvi_ahead(src, next);
-    int weight_rows = rows * planes, nw, r, g, h, c;
-    (void)n;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_avx512, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
-    tkvi_centres(s, centre2);
-    for (g = 0; g < s->groups; g++) {
-        for (c = 0; c < s->pad; c += 16) { /* zero - ref + centre * scale, the same for all rows */
-            int m = g * s->pad + c;
-            __m512 z = _mm512_sub_ps(_mm512_loadu_ps(zero + m), _mm512_loadu_ps(ref + c));
-            __m512i twice =
-                _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(centre2 + c)));
-            __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(s->levels ? 0.0f : 0.5f));
-            _mm512_storeu_ps(zero + m, _mm512_fmadd_ps(half, _mm512_loadu_ps(scale + m), z));
-        }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
-                         TKV_MAX_HEAD_DIM);
-        tkvi_fold_avx512(&a, rows, &fold[g]);
-    }
-    for (r = 0; r < weight_rows; r += nw) {
-        nw = tkvi_pass(weight_rows - r);
-        for (h = 0; h < 2; h++) {
-            const int8_t *weights = w[s->groups == 2 ? h : 0][r];
-            switch (nw) {
-            case 8: tkvi_dot_k_avx512(s, src, h, ahead, weights, 8, sum[r]); break;
-            case 6: tkvi_dot_k_avx512(s, src, h, ahead, weights, 6, sum[r]); break;
-            case 4: tkvi_dot_k_avx512(s, src, h, ahead, weights, 4, sum[r]); break;
-            case 2: tkvi_dot_k_avx512(s, src, h, ahead, weights, 2, sum[r]); break;
-            default: tkvi_dot_k_avx512(s, src, h, ahead, weights, 1, sum[r]);
-            }
-        }
-    }
-    for (r = 0; r < rows; r++)
-        for (c = 0; c < TKVI_BLOCK; c += 16) {
-            const tkvi_fold *f = &fold[s->groups == 2 ? c / 32 : 0];
-            _mm512_storeu_ps(
-                scores + r * TKVI_BLOCK + c,
-                tkvi_unfold_avx512(sum[r * planes] + c, planes, f->half_step[r], f->middle[r], f->rest[r]));
-        }
+TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
+    tkvi_dot_kh_avx512(d, 0, nw);
+    tkvi_dot_kh_avx512(d, 1, nw);
 }
 
-/* V: lanes are 16 channels of one slab, or of two neighbours; sum[weight row][64], a slab takes 16 of them. */
-TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(const tkvi_side *s, const uint8_t *src, int width,
-                                        const tkvi_tile_at *first, const tkvi_tile_at *second, int n,
-                                        uintptr_t ahead, const int8_t *w, const int nw, int32_t *sum) {
-    __m512i acc[8][2], table = _mm512_setzero_si512();
-    tkvi_tile_at a = *first, b = *second;
-    int t, h, p, r, j;
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) acc[r][j] = _mm512_setzero_si512();
+/* V: lanes are 16 channels of one slab, or of two neighbours. */
+TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
+    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
+    const uint8_t *wide = d->wide;
+    const int8_t *w = d->w;
+    int32_t *sum = d->sum;
+    __m512i table = _mm512_setzero_si512(), *levels = NULL, x, y, four;
+    int half = d->half, t, h;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (d->s->levels) {
+        table = tkvi_levels_avx512(d->s->levels);
+        levels = &table;
     }
     for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++, w += 8) {
-            __m512i c[2][2];
-            tkvi_codes_avx512(width, src, &a, h, ahead, s->levels ? &table : NULL, c[0]);
-            tkvi_codes_avx512(width, src, &b, h, ahead, s->levels ? &table : NULL, c[1]);
-            TKVI_UNROLL
-            for (p = 0; p < 2; p++) {
-                TKVI_UNROLL
-                for (r = 0; r < nw; r++) {
-                    __m512i four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4 * p));
-                    TKVI_UNROLL
-                    for (j = 0; j < 2; j++) acc[r][j] = _mm512_dpbusd_epi32(acc[r][j], c[j][p], four);
-                }
-            }
+        for (h = 0; h < 2; h++) {
+            __m512i c[2], e[2];
+            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
+            tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
+                              levels, e);
+            tkvi_prefetch_rest(d);
+            x = c[0];
+            y = e[0];
+            TKVI_ROWS_(TKVI_MAC_)
+            w += 4;
+            x = c[1];
+            y = e[1];
+            TKVI_ROWS_(TKVI_MAC_)
+            w += 4;
         }
-        tkvi_next_tile(&a, width);
-        tkvi_next_tile(&b, width);
+        wide += bytes;
+        half += has_half;
     }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16 * j), acc[r][j]);
+    TKVI_ROWS_(TKVI_SAVE_)
+}
+
+/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+#define TKVI_DOTS_AVX512_(nw)                                                                                \
+    static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
+    static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
+TKVI_DOTS_AVX512_(1)
+TKVI_DOTS_AVX512_(2)
+TKVI_DOTS_AVX512_(4)
+TKVI_DOTS_AVX512_(6)
+TKVI_DOTS_AVX512_(8)
+#undef TKVI_DOTS_AVX512_
+#undef TKVI_ROWS_
+#undef TKVI_ZERO_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+/* How many weight rows to take at once: 1, 2, 4, 6 or 8. A row beyond the last one is zero. */
+static int tkvi_pass_avx512(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
+
+/* All weight rows, in the passes that registers allow. */
+static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
+    static const tkvi_dot dots[2][5] = {
+        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512, tkvi_dot_k6_avx512, tkvi_dot_k8_avx512},
+        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512, tkvi_dot_v6_avx512, tkvi_dot_v8_avx512},
+    };
+    int left, nw;
+    for (left = weight_rows; left > 0; left -= nw) {
+        nw = tkvi_pass_avx512(left);
+        dots[d->s->which][nw / 2](d);
+        d->w += nw * d->w_stride;
+        d->sum += nw * TKVI_BLOCK;
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *p, int rows, int n,
-                                                   int planes, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_folding a;
-    tkvi_fold f;
-    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
-    uintptr_t ahead = tkvi_ahead(src, next);
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, j, r, g, nw, slab = 0;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_avx512, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    memset(ones, 1, sizeof ones);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width];) {
-            int slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1;
-            tkvi_tile_at one = at;
-            for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
-                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
-                tkvi_fold_avx512(&a, rows, &f);
-            }
-            for (r = 0; r < weight_rows; r += nw) {
-                const tkvi_tile_at *two = slabs == 2 ? &at : &one;
-                nw = tkvi_pass(weight_rows - r);
-                switch (nw) {
-                case 8: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 8, sum[r]); break;
-                case 6: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 6, sum[r]); break;
-                case 4: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 4, sum[r]); break;
-                case 2: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 2, sum[r]); break;
-                default: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 1, sum[r]);
-                }
-            }
-            if (slabs == 2)
-                for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            for (r = 0; r < rows; r++)
-                for (j = 0; j < slabs; j++) {
-                    float *o = out + r * s->pad + 16 * (slab + j);
-                    __m512 d = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f.half_step[r],
-                                                  tkvi_centre2(s, width) * f.middle[r], f.rest[r]);
-                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), d));
-                }
-            i += 4 * slabs;
-            slab += slabs;
-        }
+static const tkvi_steps tkvi_steps_avx512 = {tkvi_halves_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
+                                             tkvi_unfold_avx512, TKVI_BIAS_AVX512};
+
+static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                const float *ref, int rows, int n, int planes, float *scores) {
+    (void)n;
+    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+}
+
+static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                int rows, int n, int planes, float *out) {
+    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
 }
 
 static const tkvi_kernels tkvi_kernels_avx512 = {
@@ -2691,8 +2816,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 /*
  * dispatch.h - which kernels this processor can run.
  *
- * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created: no
- * globals. Other machines have the scalar table; NEON and WASM kernels will be compile-time choices in
+ * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
+ * no globals. Other machines have the scalar table; NEON and WASM kernels will be compile-time choices in
  * tkvi_kernels_for. Calls the kernel files.
  */
 #ifndef TKVI_DISPATCH_H
@@ -2879,9 +3004,10 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], f, "it must be a tkv_format");
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   "it must be a tkv_format");
             if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], f,
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
         }
     if (c->sink_tokens < TKV_NONE || c->sink_tokens > TKVI_BLOCK)
@@ -2932,46 +3058,6 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
     if (!cached)
         return tkvi_bad(reason, size, "layers", cfg->n_layers, "at least one layer must have a cache");
     return TKV_OK;
-}
-
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
-    tkv_layer_config wide;
-    tkv_status st;
-    if (reason && size) *reason = 0;
-    if (!cfg) return TKV_ERR_ARG;
-#define TKVI_RANGE_(field, lo, hi, want)                                                                     \
-    if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
-    if (cfg->start_canary || cfg->end_canary)
-        return tkvi_bad(
-            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
-            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
-    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
-    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
-    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
-        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
-    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
-    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
-    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
-    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
-    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
-        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
-    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
-        return tkvi_bad(reason, size, "nonfinite", cfg->nonfinite, "it must be a tkv_nonfinite");
-    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
-    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
-        return tkvi_bad(reason, size, "isa", cfg->isa, "it must be a tkv_isa");
-#undef TKVI_RANGE_
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
-                        "alloc and release must both be set, or neither");
-    wide = tkvi_cache_wide(cfg);
-    st = tkvi_validate_tiers(&wide, -1, reason, size);
-    if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
-    return st;
 }
 
 TKV_API tkv_config tkv_config_default(void) {
@@ -3112,6 +3198,55 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
         h->size_class[c].slots = slots > 64 ? 64 : (int)slots;
     }
     return TKV_OK;
+}
+
+/* Every field; the shape is that of the valid config. */
+static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+    tkv_layer_config wide;
+    tkv_status st;
+    if (reason && size) *reason = 0;
+    if (!cfg) return TKV_ERR_ARG;
+#define TKVI_RANGE_(field, lo, hi, want)                                                                     \
+    if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
+    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
+    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
+    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
+        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
+    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
+    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
+    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
+        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
+    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
+    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
+    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
+        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
+    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
+        return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
+    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
+    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
+        return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
+#undef TKVI_RANGE_
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    wide = tkvi_cache_wide(cfg);
+    st = tkvi_validate_tiers(&wide, -1, reason, size);
+    if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
+    if (!st && tkvi_shape_of(cfg, shape))
+        return tkvi_bad(reason, size, "layers", cfg->n_layers,
+                        "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    return st;
+}
+
+TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_shape shape;
+    return tkvi_validate(cfg, &shape, reason, size);
 }
 
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {
@@ -3447,36 +3582,33 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
 /* >>peak: what a series of takes and gives will need at most, before any of it happens */
 typedef struct tkvi_peak {
     const tkvi_tables *tables;
-    int64_t
-        *live; /* [n_classes], this thread of events; starts as the pool's plus what others were promised */
-    int64_t pages; /* most pages at any moment */
-    int64_t blocks, most_blocks;
+    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
+    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0;
+    int64_t pages = 0, blocks = 0;
     int c;
-    for (c = 0; c < k->tables->n_classes; c++) pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
-    if (pages > k->pages) k->pages = pages;
-    if (k->blocks > k->most_blocks) k->most_blocks = k->blocks;
+    for (c = 0; c < k->tables->n_classes; c++) {
+        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
+        blocks += k->live[c];
+    }
+    if (pages > k->most_pages) k->most_pages = pages;
+    if (blocks > k->most_blocks) k->most_blocks = blocks;
 }
 
 static void tkvi_peak_take(tkvi_peak *k, int coding) {
     k->live[k->tables->coding[coding].size_class]++;
-    k->blocks++;
     tkvi_peak_note(k);
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int coding) {
-    k->live[k->tables->coding[coding].size_class]--;
-    k->blocks--;
-}
+static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
 /* Gets everything that the peak needs. On failure nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->pages)
+    while ((int64_t)pool->n_pages < k->most_pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;
@@ -3528,7 +3660,7 @@ struct tkv_cache {
     tkvi_seq *seq;      /* [max_seqs] */
     tkvi_list *list;    /* [max_seqs][n_layers] */
     int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live; /* [n_classes] work space of tkvi_peak */
+    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
     float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
@@ -3541,7 +3673,8 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
-    return kv->seq[seq].block + (size_t)layer * kv->seq[seq].cap;
+    const tkvi_seq *s = &kv->seq[seq];
+    return s->block ? s->block + (size_t)layer * s->cap : NULL;
 }
 
 static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
@@ -3596,7 +3729,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 4, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 5, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -3631,7 +3764,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     at += s.lists;
     kv->promised = (int64_t *)(void *)at;
     kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
-    kv->pool.live = kv->peak_live + classes;
+    kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
     at += s.counts;
@@ -3654,9 +3787,8 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
     tkvi_shape shape;
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
+    tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
     if (!out) return TKV_ERR_ARG;
-    if (!st) st = tkvi_shape_of(cfg, &shape);
     if (st) return st;
     memset(&heap, 0, sizeof heap);
     heap.from = cfg->allocator;
@@ -3711,21 +3843,21 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 }
 
 /* >>in place: everything at its largest, at once */
-/* Most blocks that one layer of one sequence can hold at max_tokens; live[class] grows by them. */
-static void tkvi_most_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *live) {
-    int64_t tokens = h->cfg.max_tokens - p->sink, all, tail, warm, archive;
+/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
+ * flushed short. */
+static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    tail = ((int64_t)p->hot + TKVI_BLOCK - 1 + h->cfg.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    warm = p->hot == TKVI_FOREVER ? 0 : ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    archive = p->hot == TKVI_FOREVER ? 0 : (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
-    if (p->keep && archive > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
-        archive = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
-    if (archive < 0) archive = 0;
-    if (p->sink) live[h->class_of[p->sink_coding]]++;
-    live[h->class_of[p->coding[TKV_HOT]]] += tail < all ? tail : all;
-    live[h->class_of[p->coding[TKV_WARM]]] += warm < all ? warm : all;
-    live[h->class_of[p->coding[TKV_ARCHIVE]]] += archive;
+    most[TKV_HOT] = ((int64_t)p->hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (most[tier] < 0 || (p->hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] > all) most[tier] = all;
+    }
 }
 
 static uint32_t tkvi_cap_for(int64_t n) {
@@ -3741,17 +3873,20 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    int64_t live[TKVI_MAX_CODINGS], blocks = 0;
+    int64_t live[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
-    int i, c;
+    int i, c, tier;
     memset(m, 0, sizeof *m);
     memset(live, 0, sizeof live);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p);
-        if (p.stored == i) tkvi_most_blocks(h, &p, live);
+        if (p.stored != i) continue;
+        tkvi_most_blocks(&h->cfg, &p, most);
+        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) live[h->class_of[p.coding[tier]]] += most[tier];
     }
     for (c = 0; c < h->n_classes; c++) {
         live[c] *= h->cfg.max_seqs;
@@ -3760,7 +3895,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks);
+    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
     m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
@@ -3773,9 +3908,8 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
 }
 
 static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
+    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
     if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_shape_of(cfg, h);
     if (!st) st = tkvi_most_of(h, m);
     return st;
 }
@@ -3950,21 +4084,14 @@ static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-/* >>paper: starts with what there is and what others were promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv, const tkv_rows *rows, int n_rows) {
+/* >>paper: starts with what there is and what was promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv) {
     tkvi_peak k;
-    int c, i, classes = kv->tables.n_classes;
+    int c;
+    memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
-    k.pages = 0;
-    k.blocks = kv->pool.n_blocks;
-    for (c = 0; c < classes; c++) {
-        int64_t others = kv->pool.promised[c];
-        for (i = 0; i < n_rows; i++) others -= *tkvi_promised(kv, rows[i].seq, c);
-        k.live[c] = kv->pool.live[c] + others;
-        k.blocks += others;
-    }
-    k.most_blocks = k.blocks;
+    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
     tkvi_peak_note(&k);
     return k;
 }
@@ -3999,46 +4126,87 @@ static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_pea
 }
 
 /* >>reservations */
-static void tkvi_add_promise(tkv_cache *kv, int seq, int coding, int64_t slots) {
-    int size_class = kv->tables.coding[coding].size_class;
-    kv->pool.promised[size_class] += slots;
-    *tkvi_promised(kv, seq, size_class) += slots;
+/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
+static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
+                          int64_t *room) {
+    int i, whole = 1;
+    tkvi_most_blocks(&kv->tables.cfg, p, room);
+    for (i = list->sinks; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        if (tier != TKV_HOT)
+            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+    }
+    for (i = 0; i < TKV_TIER_COUNT && !whole; i++) room[i] = TKVI_FOREVER;
 }
 
-/* Adds up what the layers of seq may still take on their way to length `len`: each new block, and each
- * block that comes of age, without counting on what is freed meanwhile, so that any chunking fits. */
+/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
+ * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
+ * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
+ * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_coding *coding = kv->tables.coding;
+    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
+    /* a step that reaches the length may still be aborted */
+    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    memset(need, 0, sizeof need);
+    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    need[TKV_HOT] = blocks - sink;
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
+    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+        tkv_tier due;
+        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
+        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
+        due = tkvi_tier_due(p, p->hot, i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
+        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+    }
+    tkvi_headroom(kv, p, list, ids, room);
+    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > 0) live[coding[p->coding[tier]].size_class] += sign * need[tier];
+    }
+    return 1;
+}
+
+/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
 static void tkvi_promise(tkv_cache *kv, int seq, int len) {
-    int layer, i, c, waiting = 0;
+    int layer, c, waiting = 0;
+    int64_t *mine = tkvi_promised(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.promised[c] -= *tkvi_promised(kv, seq, c);
-        *tkvi_promised(kv, seq, c) = 0;
+        kv->pool.promised[c] -= mine[c];
+        mine[c] = 0;
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++) {
-        const tkvi_plan *p = &kv->tables.plan[layer];
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int64_t need[TKV_TIER_COUNT];
-        int sink, blocks, end, tier;
-        if (p->stored != layer || list->len >= len) continue;
-        waiting = 1;
-        memset(need, 0, sizeof need);
-        blocks = tkvi_new_blocks(kv, p, list, ids, len - list->len, &sink);
-        need[TKV_HOT] = blocks - sink + 1; /* one more for a tail that must be copied first */
-        for (i = list->sinks + list->archive; i < list->n; i++) {
-            end = tkvi_block_end(kv, list, ids, i);
-            need[TKV_WARM] +=
-                tkvi_tier_at(list, i) == TKV_HOT && tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
-            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
-        }
-        for (i = 0; i < blocks; i++) { /* the new ones, as if they began at the length */
-            end = list->len + i * TKVI_BLOCK;
-            need[TKV_WARM] += tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
-            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
-        }
-        tkvi_add_promise(kv, seq, p->sink_coding, sink);
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) tkvi_add_promise(kv, seq, p->coding[tier], need[tier]);
-    }
-    kv->seq[seq].reserved_len = waiting ? len : 0;
+    kv->seq[seq].reserved_len = len;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    if (!waiting) kv->seq[seq].reserved_len = 0;
+}
+
+/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
+ * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
+ * passes it keeps the promise as well: it may be aborted. */
+static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_seq *s = &kv->seq[seq];
+    int64_t *before = paper->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
+    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(before, paper->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, kv->tables.plan[layer].hot, 0, paper);
+    tkvi_paper_append(kv, seq, layer, n, paper);
+    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(paper->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
+    tkvi_peak_note(paper);
 }
 
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
@@ -4169,6 +4337,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
         if (rows[i].n > cfg->max_tokens - list->len)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
                              " more tokens");
+        if (rows[i].n > TKVI_FOREVER - *total)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         *total += rows[i].n;
     }
     return TKV_OK;
@@ -4216,15 +4386,12 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
                          " (cfg.nonfinite can saturate them)");
-    paper = tkvi_paper(kv, rows, n_rows);
-    for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        if (!kv->seq[rows[i].seq].in_step)
-            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, &paper);
-        tkvi_paper_append(kv, rows[i].seq, p->layer, rows[i].n, &paper);
-    }
+    paper = tkvi_paper(kv);
     for (i = 0; i < n_rows; i++)
-        if (!tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n &&
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
     for (i = 0; i < n_rows; i++) {
@@ -4233,8 +4400,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
-        tkvi_settle(kv, rows[i].seq);
     }
+    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
     if (kv->pool.keep_all)
@@ -4255,17 +4422,16 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 
 /* >>all layers of a sequence age at once, or nothing happens */
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    tkv_rows rows;
     tkvi_peak paper;
     int layer, pass;
-    rows.seq = seq;
-    rows.n = 0;
-    paper = tkvi_paper(kv, &rows, 1);
+    paper = tkvi_paper(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
     for (pass = 0; pass < 2; pass++) {
         for (layer = 0; layer < kv->tables.cfg.n_layers && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
-                tkvi_age(kv, seq, layer, flush ? 0 : kv->tables.plan[layer].hot, partial,
-                         pass ? NULL : &paper);
+                tkvi_age(kv, seq, layer,
+                         flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
+                         partial, pass ? NULL : &paper);
         if (pass == 0 && !tkvi_peak_ready(&kv->pool, &paper))
             return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                              "no memory to recode blocks", 0, NULL);
@@ -4279,12 +4445,18 @@ static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+    tkv_status st;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    return tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
+        tkvi_promise(kv, seq, 0);
+        tkvi_trim(&kv->pool);
+    }
+    return st;
 }
 
 /* >>steps */
@@ -4317,6 +4489,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
                              "");
     }
     kv->seq[seq].in_step = 0;
+    tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -4346,9 +4519,8 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
-    tkv_rows rows;
     tkvi_peak paper;
-    int len, layer, c, had;
+    int len, layer, had;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -4363,15 +4535,8 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             goto no_memory;
     }
     had = kv->seq[seq].reserved_len;
-    tkvi_promise(kv, seq, len + n);
-    rows.seq = seq;
-    rows.n = 0;
-    paper = tkvi_paper(kv, &rows, 1);
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        paper.live[c] += *tkvi_promised(kv, seq, c);
-        paper.blocks += *tkvi_promised(kv, seq, c);
-    }
-    tkvi_peak_note(&paper);
+    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    paper = tkvi_paper(kv);
     if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
@@ -4411,7 +4576,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         int coded = list->archive + list->warm, must = 0;
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->dropped && list->dropped + p->keep - 1 > must) must = list->dropped + p->keep - 1;
+        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed or gone; at least", must,
                              " must stay");
@@ -4503,7 +4668,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 
 
 #define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
-#define TKVI_IS_HIDDEN(s) (!((s) > -1e29f))
+#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {
@@ -5229,22 +5394,31 @@ typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that
     int sink_tokens;
 } tkvi_layer_sum;
 
+/* Whole blocks that end at or before `end`, of `whole` that follow the sinks. */
+static int64_t tkvi_ended(int64_t whole, int64_t end) {
+    int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
+    return n < whole ? n : whole;
+}
+
 static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     tkvi_layer_sum s;
-    int end = tkvi_min(n, p->sink), due = n - 1; /* the length that the last append's ageing saw */
+    int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
+    int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
+    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
+    int tier;
     memset(&s, 0, sizeof s);
-#define TKVI_GONE_(end) (p->keep && (end) < n && (int64_t)(end) + p->keep + tkvi_drop_margin(p) <= due)
-    s.sink_tokens = TKVI_GONE_(end) ? 0 : end;
-    while (end < n) {
-        int start = end;
-        tkv_tier tier;
-        end = tkvi_min(n, start + TKVI_BLOCK);
-        if (TKVI_GONE_(end)) continue;
-        tier = end > due || end - start < TKVI_BLOCK ? TKV_HOT : tkvi_tier_due(p, p->hot, end, due);
-        s.blocks[tier]++;
-        s.tokens[tier] += end - start;
-    }
-#undef TKVI_GONE_
+    gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
+    archived = tkvi_ended(whole, due - p->hot - p->warm);
+    coded = tkvi_ended(whole, due - p->hot);
+    archived = archived > gone ? archived : gone;
+    coded = coded > archived ? coded : archived;
+    s.blocks[TKV_ARCHIVE] = archived - gone;
+    s.blocks[TKV_WARM] = coded - archived;
+    s.blocks[TKV_HOT] = whole - coded;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
+    s.tokens[TKV_HOT] += rest;
+    s.blocks[TKV_HOT] += rest > 0;
+    s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -5264,9 +5438,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
     tkv_memory_info m;
+    size_t page_bytes;
     int i, tier, c;
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
-    if (!st) st = tkvi_shape_of(cfg, &h);
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
         return TKV_ERR_ARG;
@@ -5292,6 +5466,10 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         most = here > most ? here : most;
     }
     for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
+    if (all > 0x3fffffff / tkvi_max(n_seqs, 1) || pages > 0x3fffffff ||
+        !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) || page_bytes > (size_t)-1 / 4)
+        return TKV_ERR_CONFIG; /* more than this machine can address */
+    page_bytes -= h.page_bytes;
     m.tables = fixed.tables;
     m.scratch = fixed.recode + fixed.parts;
     m.index = fixed.total - m.tables - m.scratch;
@@ -5300,9 +5478,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
     }
-    m.total = m.index + m.tables + m.scratch + (size_t)pages * h.page_bytes;
+    m.total = m.index + m.tables + m.scratch + page_bytes;
     m.peak = m.total;
-    tkvi_sum_up(&m, &h.cfg, (size_t)pages * h.page_bytes);
+    tkvi_sum_up(&m, &h.cfg, page_bytes);
     *out = m;
     return TKV_OK;
 }
@@ -5323,6 +5501,21 @@ static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t w
     return TKV_ERR_BROKEN;
 }
 
+/* Numbers first: nothing below follows one that leads outside of its table. */
+static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
+        return tkvi_broken(k, "a list is longer than its room", layer);
+    for (i = 0; i < list->n; i++)
+        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
+            kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
+            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+    return TKV_OK;
+}
+
 static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -5332,87 +5525,113 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
-    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_broken(k, "a list is longer than its room", layer);
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
-        list->sinks + list->archive + list->warm > list->n)
+        (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if ((list->n == 0) != (list->len == 0))
+    if ((list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
     if (list->n && tkvi_block_start(kv, ids, 0) != list->dropped)
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b;
-        int tokens, coding;
-        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0)
-            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
-        b = &kv->pool.block[ids[i]];
-        tokens = tkvi_block_end(kv, list, ids, i) - b->start;
-        if (tokens < 1 || tokens > kv->tables.coding[b->coding].tokens)
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        coding = i < list->sinks ? p->sink_coding : p->coding[tkvi_tier_at(list, i)];
-        if (b->coding != coding)
+        if (b->coding != (i < list->sinks ? p->sink_coding : p->coding[tier]))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        if (i >= list->sinks && tkvi_tier_at(list, i) == TKV_ARCHIVE &&
-            tkvi_tier_due(p, 0, tkvi_block_end(kv, list, ids, i), list->len) != TKV_ARCHIVE)
-            return tkvi_broken(k, "a block is in the archive too early", (int64_t)ids[i]);
+        most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
+            return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
 }
 
+/* One page against its blocks. */
+static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
+    const tkvi_pool *pool = &k->kv->pool;
+    const tkvi_page *p = &pool->page[i];
+    int s, used = 0;
+    if (p->size_class < -1 || p->size_class >= pool->tables->n_classes)
+        return tkvi_broken(k, "a page of no known class", i);
+    for (s = 0; s < 64 && p->size_class >= 0; s++) {
+        const tkvi_block *b;
+        if (!(p->taken >> s & 1)) continue;
+        used++;
+        if (s >= pool->tables->size_class[p->size_class].slots)
+            return tkvi_broken(k, "a slot beyond its page", i);
+        if (p->owner[s] >= pool->block_cap) return tkvi_broken(k, "a slot of a block that does not exist", i);
+        b = &pool->block[p->owner[s]];
+        if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
+            pool->tables->coding[b->coding].size_class != p->size_class)
+            return tkvi_broken(k, "a slot and its block disagree", i);
+    }
+    if (p->size_class >= 0 && (used != p->used || used == 0))
+        return tkvi_broken(k, "a page's slots are miscounted", i);
+    return TKV_OK;
+}
+
+/* A chain of pages from `first`, all of one class; how many there are, or -1. */
+static int64_t tkvi_chain(const tkvi_pool *pool, uint32_t first, int size_class, int64_t *used) {
+    uint32_t i;
+    int64_t n = 0;
+    *used = 0;
+    for (i = first; i != TKVI_NIL; i = pool->page[i].after, n++) {
+        if (n > pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != size_class) return -1;
+        *used += pool->page[i].used;
+    }
+    return n;
+}
+
 static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     const tkvi_pool *pool = &k->kv->pool;
-    int64_t live = 0, promised, holes, pages;
-    uint32_t i, n, n_free = 0;
-    int c, s, seq;
-    for (i = pool->free_page, n = 0; i != TKVI_NIL; i = pool->page[i].after, n++)
-        if (n >= pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != -1)
-            return tkvi_broken(k, "the list of free pages is broken", i);
-    if (n != pool->n_free_pages) return tkvi_broken(k, "free pages are miscounted", n);
-    for (i = 0; i < pool->n_pages; i++) {
-        const tkvi_page *p = &pool->page[i];
-        int used = 0;
-        if (p->size_class < 0) {
-            n_free++;
-            continue;
-        }
-        for (s = 0; s < 64; s++) {
-            if (!(p->taken >> s & 1)) continue;
-            used++;
-            if (s >= pool->tables->size_class[p->size_class].slots)
-                return tkvi_broken(k, "a slot beyond its page", i);
-            if (p->owner[s] >= pool->block_cap || pool->block[p->owner[s]].refs == 0 ||
-                pool->block[p->owner[s]].page != i || pool->block[p->owner[s]].slot != s)
-                return tkvi_broken(k, "a slot and its block disagree", i);
-        }
-        if (used != p->used || used == 0) return tkvi_broken(k, "a page's slots are miscounted", i);
-        live += used;
+    int64_t live = 0, used, chained, n_free = 0, n;
+    uint32_t i;
+    int c, seq;
+    tkv_status st = TKV_OK;
+    for (i = 0; i < pool->n_pages && !st; i++) {
+        st = tkvi_check_page(k, i);
+        n_free += pool->page[i].size_class < 0;
     }
-    if (n_free != pool->n_free_pages) return tkvi_broken(k, "a page is neither free nor used", n_free);
-    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    if (st) return st;
+    if (tkvi_chain(pool, pool->free_page, -1, &used) != n_free || n_free != pool->n_free_pages)
+        return tkvi_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
-        holes = pages = promised = 0;
+        int64_t pages = 0, full = 0, in_class = 0, promised = 0;
         for (i = 0; i < pool->n_pages; i++) {
             if (pool->page[i].size_class != c) continue;
             pages++;
-            holes += size_class->slots - pool->page[i].used;
+            full += pool->page[i].used == size_class->slots;
+            in_class += pool->page[i].used;
         }
-        if (pages != tkvi_pages_for(size_class, pool->live[c]))
+        if (in_class != pool->live[c]) return tkvi_broken(k, "blocks are miscounted, class", c);
+        if (pages != tkvi_pages_for(size_class, in_class))
             return tkvi_broken(k, "more pages than blocks need, class", c);
-        for (i = pool->room[c], n = 0; i != TKVI_NIL; i = pool->page[i].after) {
-            if (n++ > pool->n_pages || pool->page[i].size_class != c)
-                return tkvi_broken(k, "a list of pages with room is broken, class", c);
-            holes -= size_class->slots - pool->page[i].used;
-        }
-        if (holes) return tkvi_broken(k, "a page with room is not in its list, class", c);
+        chained = tkvi_chain(pool, pool->room[c], c, &used);
+        if (chained != pages - full || used != in_class - full * size_class->slots)
+            return tkvi_broken(k, "a page with room is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+        live += in_class;
     }
+    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
+        if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
+            return tkvi_broken(k, "the list of free blocks is broken", (int64_t)i);
+    if (n + live != (int64_t)pool->block_cap) return tkvi_broken(k, "free blocks are miscounted", n);
     return TKV_OK;
+}
+
+/* Scatters block numbers, so that sums over two sets of them agree only if the sets do. */
+static uint64_t tkvi_scatter(uint32_t id) {
+    uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
 }
 
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
@@ -5420,9 +5639,9 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkv_memory_info m;
     tkv_status st;
     uint32_t id;
-    int seq, layer, tier;
+    int seq, layer, tier, i;
     size_t held, sum;
-    int64_t refs = 0, entries = 0;
+    uint64_t refs = 0, entries = 0;
     if (!kv) return TKV_ERR_ARG;
     k.kv = kv;
     k.reason = reason;
@@ -5431,12 +5650,14 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     st = tkvi_check_pool(&k);
     for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
-            st = tkvi_check_list(&k, seq, layer);
-            entries += tkvi_list_of(kv, seq, layer)->n;
+            st = tkvi_check_ids(&k, seq, layer);
+            if (!st) st = tkvi_check_list(&k, seq, layer);
+            for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
+                entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
     if (st) return st;
-    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs;
-    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", refs);
+    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)

@@ -138,8 +138,8 @@ typedef enum tkv_isa {
 } tkv_isa;
 typedef enum tkv_flush_mode {
     TKV_FLUSH_DUE = 0, /* what the next append would demote anyway */
-    TKV_FLUSH_FULL,    /* every full block of the hot tail, whatever its age */
-    TKV_FLUSH_ALL      /* the partial block too: it is coded short and takes a whole block's bytes */
+    TKV_FLUSH_FULL, /* every full block of the hot tail, whatever its age (not under hot_tokens = TKV_ALL) */
+    TKV_FLUSH_ALL   /* the partial block too: it is coded short and takes a whole block's bytes */
 } tkv_flush_mode;
 
 typedef struct tkv_cache tkv_cache; /* opaque */
@@ -254,7 +254,8 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
- * seq to its length + n cannot fail for memory. Held until then or until tkv_reset. n up to max_append. */
+ * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
+ * what is not due. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
@@ -314,7 +315,8 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every laye
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 /* Keeps the first n_tokens of every layer (a layer that has fewer keeps what it has). Only exact tokens can
- * be cut: TKV_ERR_INEXACT says how many must stay. At least hot_tokens can be cut at any time. */
+ * be cut: TKV_ERR_INEXACT says how many must stay. While tokens only came, at
+ * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
@@ -345,7 +347,9 @@ typedef struct tkv_memory_info {
     double ratio;      /* fp16_bytes / total */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
-/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing. */
+/* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
+ * Exact, but that `index` can be off by one doubling of a table; peak is total (a prompt in large chunks has a
+ * higher one: a chunk is exact until the next). TKV_ERR_CONFIG if it is more than this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,

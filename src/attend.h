@@ -22,7 +22,7 @@
 #include "cache.h"
 
 #define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
-#define TKVI_IS_HIDDEN(s) (!((s) > -1e29f))
+#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {

@@ -41,7 +41,7 @@ struct tkv_cache {
     tkvi_seq *seq;      /* [max_seqs] */
     tkvi_list *list;    /* [max_seqs][n_layers] */
     int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live; /* [n_classes] work space of tkvi_peak */
+    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
     float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
@@ -54,7 +54,8 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
-    return kv->seq[seq].block + (size_t)layer * kv->seq[seq].cap;
+    const tkvi_seq *s = &kv->seq[seq];
+    return s->block ? s->block + (size_t)layer * s->cap : NULL;
 }
 
 static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
@@ -109,7 +110,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 4, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 5, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -144,7 +145,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     at += s.lists;
     kv->promised = (int64_t *)(void *)at;
     kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
-    kv->pool.live = kv->peak_live + classes;
+    kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
     at += s.counts;
@@ -167,9 +168,8 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
     tkvi_shape shape;
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
+    tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
     if (!out) return TKV_ERR_ARG;
-    if (!st) st = tkvi_shape_of(cfg, &shape);
     if (st) return st;
     memset(&heap, 0, sizeof heap);
     heap.from = cfg->allocator;
@@ -224,21 +224,21 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 }
 
 /* >>in place: everything at its largest, at once */
-/* Most blocks that one layer of one sequence can hold at max_tokens; live[class] grows by them. */
-static void tkvi_most_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *live) {
-    int64_t tokens = h->cfg.max_tokens - p->sink, all, tail, warm, archive;
+/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
+ * flushed short. */
+static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    tail = ((int64_t)p->hot + TKVI_BLOCK - 1 + h->cfg.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    warm = p->hot == TKVI_FOREVER ? 0 : ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    archive = p->hot == TKVI_FOREVER ? 0 : (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
-    if (p->keep && archive > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
-        archive = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
-    if (archive < 0) archive = 0;
-    if (p->sink) live[h->class_of[p->sink_coding]]++;
-    live[h->class_of[p->coding[TKV_HOT]]] += tail < all ? tail : all;
-    live[h->class_of[p->coding[TKV_WARM]]] += warm < all ? warm : all;
-    live[h->class_of[p->coding[TKV_ARCHIVE]]] += archive;
+    most[TKV_HOT] = ((int64_t)p->hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (most[tier] < 0 || (p->hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] > all) most[tier] = all;
+    }
 }
 
 static uint32_t tkvi_cap_for(int64_t n) {
@@ -254,17 +254,20 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    int64_t live[TKVI_MAX_CODINGS], blocks = 0;
+    int64_t live[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
-    int i, c;
+    int i, c, tier;
     memset(m, 0, sizeof *m);
     memset(live, 0, sizeof live);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
         (void)tkvi_plan_of(h, i, &p);
-        if (p.stored == i) tkvi_most_blocks(h, &p, live);
+        if (p.stored != i) continue;
+        tkvi_most_blocks(&h->cfg, &p, most);
+        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) live[h->class_of[p.coding[tier]]] += most[tier];
     }
     for (c = 0; c < h->n_classes; c++) {
         live[c] *= h->cfg.max_seqs;
@@ -273,7 +276,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     }
     if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks);
+    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
     m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
@@ -286,9 +289,8 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
 }
 
 static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
+    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
     if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_shape_of(cfg, h);
     if (!st) st = tkvi_most_of(h, m);
     return st;
 }

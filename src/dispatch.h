@@ -1,8 +1,8 @@
 /*
  * dispatch.h - which kernels this processor can run.
  *
- * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created: no
- * globals. Other machines have the scalar table; NEON and WASM kernels will be compile-time choices in
+ * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
+ * no globals. Other machines have the scalar table; NEON and WASM kernels will be compile-time choices in
  * tkvi_kernels_for. Calls the kernel files.
  */
 #ifndef TKVI_DISPATCH_H

@@ -1,146 +1,20 @@
 /*
- * kernels_avx2.h - what the x86 kernels share, and the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen).
- *
- * Everything is compiled in one translation unit without any -m flag: each function that touches a vector, helpers
- * included, carries its target. Table entries are plain static functions; the pieces they are made of are inlined
- * by force, with the number of rows as a constant, so that accumulators stay in registers.
- * Calls kernels.h and below. kernels_avx512.h has the same functions with longer vectors: read them side by side.
+ * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
+ * has the same functions with longer vectors; read them side by side. Calls kernels_x86.h.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
 
-#include "kernels.h"
-
-/* >>compilers */
-#if !defined(TKV_NO_SIMD) && (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
-#define TKVI_X86
-#define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define TKVI_FLAT static inline __attribute__((always_inline))
-#define TKVI_ALIGNED __attribute__((aligned(64)))
-#ifndef TKV_NO_AVX512
-#define TKVI_AVX512
-#if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
-     __clang_major__ <= 21) ||                                                                               \
-    (!defined(__clang__) && (__GNUC__ == 14 || __GNUC__ == 15))
-#define TKVI_TARGET_AVX512                                                                                   \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,evex512")))
-#else
-#define TKVI_TARGET_AVX512                                                                                   \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-#endif
-#endif
-#elif defined(                                                                                               \
-    _MSC_VER) /* intrinsics need no flag; its AVX-512 has leaked into AVX2 code, so only when asked for */
-#define TKVI_X86
-#define TKVI_TARGET_AVX2
-#define TKVI_FLAT static __forceinline
-#define TKVI_ALIGNED __declspec(align(64))
-#if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
-#define TKVI_AVX512
-#define TKVI_TARGET_AVX512
-#endif
-#endif
-#endif
+#include "kernels_x86.h"
 
 #ifdef TKVI_X86
-#include <immintrin.h>
-
-#if defined(__clang__)
-#define TKVI_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define TKVI_UNROLL _Pragma("GCC unroll 8")
-#else
-#define TKVI_UNROLL
-#endif
-#define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
-#define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
-
-/* >>shared pieces, without vectors */
-/* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
-TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
-    return next ? (uintptr_t)next - (uintptr_t)src : 0u;
-}
-
-/* Into L2: a core has few requests for L1 under way (Zen 4: 12 GB/s), far more for L2 (20 GB/s and up). */
-TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
-#if defined(__GNUC__) || defined(__clang__)
-    __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
-#else
-    _mm_prefetch((const char *)((uintptr_t)p + ahead), _MM_HINT_T1);
-#endif
-}
-
-TKVI_FLAT void tkvi_prefetch_meta(const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
-    size_t i;
-    for (i = s->code_bytes; i < s->bytes; i += 64) tkvi_prefetch(src + i, ahead);
-}
-
-/* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
-    int32_t x;
-    memcpy(&x, w, 4);
-    return x;
-}
-
-#define TKVI_BIAS 127 /* makes levels unsigned */
-
-/* Twice the centre of the codes as the integer kernels see them. */
-static int tkvi_centre2(const tkvi_side *s, int width) {
-    return s->levels ? 2 * TKVI_BIAS : (1 << width) - 1;
-}
-
-static void tkvi_centres(const tkvi_side *s, uint8_t *centre2) { /* by position in K */
-    int width;
-    memset(centre2, 0, TKV_MAX_HEAD_DIM);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        if (s->runs.n[width]) {
-            memset(centre2, tkvi_centre2(s, width), (size_t)(4 * s->runs.n[width]));
-            centre2 += 4 * s->runs.n[width];
-        }
-}
-
-/* q and ref in the order of the codes; `room` for rows + 1 of them. */
-static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, int rows, float *room) {
-    int r, c;
-    for (r = 0; r <= rows; r++)
-        for (c = 0; c < s->pad; c++)
-            room[r * s->pad + c] = r < rows ? (*q)[r * s->pad + s->order[c]] : (*ref)[s->order[c]];
-    *q = room;
-    *ref = room + rows * s->pad;
-}
-
-/* Folding scales into rows of q (by channel) or p (by token), for one group. */
-typedef struct tkvi_folding {
-    const float *x, *scale, *zero; /* x: [row][x_stride], n values used of each */
-    float centre;                  /* zero + centre * scale is what stands for zero */
-    const uint8_t *centre2;
-    int8_t *w; /* rounded weights [row][plane][w_stride], room for one more row than there are */
-    int x_stride, w_stride, n, planes;
-} tkvi_folding;
-
-/* What it gives besides the rounded weights. The answer of row r is
- *   half_step * (2 sum w code - middle) + rest,  middle = sum w centre2,  rest = sum x (zero + centre scale). */
-typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[TKVI_ROWS];
-} tkvi_fold;
-
-static void tkvi_folding_set(tkvi_folding *a, const float *x, int n, const float *scale, const float *zero,
-                             float centre, const uint8_t *centre2, int planes, int8_t *w, int w_stride) {
-    a->x = x;
-    a->scale = scale;
-    a->zero = zero;
-    a->centre = centre;
-    a->centre2 = centre2;
-    a->w = w;
-    a->x_stride = a->n = n;
-    a->w_stride = w_stride;
-    a->planes = planes;
-}
 
 /* >>pieces */
 TKVI_FLAT_AVX2 __m256i tkvi_bytes_avx2(const uint8_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_ints_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 
@@ -233,7 +107,7 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
         const uint8_t *k[4];
         TKVI_UNROLL
         for (j = 0; j < nt; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        for (c = 0; c < nt * row_bytes; c += 64) tkvi_prefetch(src + t * row_bytes + c, ahead);
+        tkvi_prefetch_bytes(src + t * row_bytes, nt * row_bytes, ahead);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
@@ -264,12 +138,16 @@ static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        memset(scores, 0, (size_t)(tkvi_min(rows, 4) * TKVI_BLOCK) * sizeof(float));
-        if (rows == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 1, 4, scores);
-        else if (rows == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 2, 4, scores);
-        else tkvi_exact_k4_avx2(s, src, ahead, q, ref, rows, n, 4, 2, scores);
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4) {
+        const float *x = q + r * s->pad;
+        float *o = scores + r * TKVI_BLOCK;
+        int left = rows - r;
+        if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 1, 4, o);
+        else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 2, 4, o);
+        else tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 4, 2, o);
     }
 }
 
@@ -306,79 +184,70 @@ TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, u
 static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *p, int rows, int n, int planes, float *out) {
     uintptr_t ahead = tkvi_ahead(src, next);
-    int c;
+    int r, c;
     (void)planes;
-    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * s->pad)
+    for (r = 0; r < rows; r += 4)
         for (c = 0; c < s->pad; c += 16) {
-            if (rows == 1) tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 1, out);
-            else if (rows == 2) tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 2, out);
-            else tkvi_exact_v4_avx2(s, src, ahead, p, rows, n, c, 4, out);
+            const float *x = p + r * TKVI_BLOCK;
+            float *o = out + r * s->pad;
+            int left = rows - r;
+            if (left == 1) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 1, o);
+            else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
+            else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
         }
 }
 
 /* >>tiles */
-/* One half (bytes 32b .. 32b + 31) of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where.
- * 16-bit shifts move bits into the neighbour byte, the masks take them away. Of 8-bit codes `part` says which four
- * bits: whole ones would overflow the 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *src, const tkvi_tile_at *at, int h, int b,
-                                    int part, uintptr_t ahead, __m256i *codes) {
-    const uint8_t *wide = src + at->wide + 32 * b, *top = src + at->halves + at->half / 2 * 64 + 32 * b;
-    const __m256i nibble = _mm256_set1_epi8(15);
+TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
+    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, _mm256_set1_epi8((char)mask)));
+    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, _mm256_set1_epi8((char)mask)));
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
+    return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
+}
+
+/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for
+ * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
+TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
+                                    int b, int part, __m256i *codes) {
     __m256i x;
     codes[0] = codes[1] = _mm256_setzero_si256();
+    wide += 32 * b;
     if (width == 8) {
-        __m128i place = _mm_cvtsi32_si128(4 * part);
-        if (b == 0 && part == 0) {
-            tkvi_prefetch(wide + 128 * h, ahead);
-            tkvi_prefetch(wide + 128 * h + 64, ahead);
-        }
-        codes[0] = _mm256_and_si256(_mm256_srl_epi16(tkvi_bytes_avx2(wide + 128 * h), place), nibble);
-        codes[1] = _mm256_and_si256(_mm256_srl_epi16(tkvi_bytes_avx2(wide + 128 * h + 64), place), nibble);
-    } else if (width >= 4) {
-        if (b == 0) tkvi_prefetch(wide + 64 * h, ahead);
+        x = tkvi_shifted_avx2(wide + 128 * h, 4 * part);
+        tkvi_merge_avx2(codes, x, tkvi_shifted_avx2(wide + 128 * h + 64, 4 * part), 15);
+        return;
+    }
+    if (width >= 4) {
         x = tkvi_bytes_avx2(wide + 64 * h);
-        codes[0] = _mm256_and_si256(x, nibble);
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
         if (width == 6) {
-            const __m256i bits = _mm256_set1_epi8(48);
-            if (b == 0 && h) tkvi_prefetch(wide + 128, ahead);
-            x = _mm256_srl_epi16(tkvi_bytes_avx2(wide + 128), _mm_cvtsi32_si128(4 * h));
-            codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(_mm256_slli_epi16(x, 4), bits));
-            codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(_mm256_slli_epi16(x, 2), bits));
+            x = tkvi_shifted_avx2(wide + 128, 4 * h);
+            tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 2), 48);
         }
     } else if (width >= 2) {
-        if (b == 0 && h) tkvi_prefetch(wide, ahead);
-        x = _mm256_srl_epi16(tkvi_bytes_avx2(wide), _mm_cvtsi32_si128(4 * h));
-        codes[0] = _mm256_and_si256(x, _mm256_set1_epi8(3));
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(x, 2), _mm256_set1_epi8(3));
+        x = tkvi_shifted_avx2(wide, 4 * h);
+        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 2), 3);
     }
-    if (width & 1) { /* the top bit, to be moved to place width - 1 */
-        __m128i place = _mm_cvtsi32_si128(width - 1);
-        __m256i bit = _mm256_set1_epi8((char)(1 << (width - 1)));
-        if (b == 0 && h) tkvi_prefetch(top, ahead);
-        x = _mm256_srl_epi16(tkvi_bytes_avx2(top), _mm_cvtsi32_si128(at->half % 2 * 4 + 2 * h));
-        codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(_mm256_sll_epi16(x, place), bit));
-        x = _mm256_srli_epi16(x, 1);
-        codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(_mm256_sll_epi16(x, place), bit));
+    if (width & 1) {
+        x = tkvi_shifted_avx2(tops + (half >> 1) * 64 + 32 * b, (half & 1) * 4 + 2 * h);
+        if (width == 1) tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 1), 1);
+        else if (width == 3) tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 2), _mm256_slli_epi16(x, 1), 4);
+        else tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 3), 16);
     }
 }
 
-/* acc += codes * weights, four by four. Pairs of products fit 16 bits: 2 * 127 * 63. With a table the levels are the
- * signed operand and the size of the weights the unsigned one: 2 * 127 * 127. `unit` is 1, or 16 for high nibbles. */
-TKVI_FLAT_AVX2 __m256i tkvi_dot_avx2(__m256i acc, __m256i codes, __m256i four, __m256i unit,
-                                     const __m256i *table) {
-    __m256i pairs = table ? _mm256_maddubs_epi16(_mm256_abs_epi8(four),
-                                                 _mm256_sign_epi8(_mm256_shuffle_epi8(*table, codes), four))
-                          : _mm256_maddubs_epi16(codes, four);
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, unit));
-}
-
-/* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do. */
+/* Four rows go together so that their horizontal sums do. */
 TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
-    const float *x = a->x + first * a->x_stride;
+    const float *x = a->x + first * a->n;
     __m256 most[4], rest[4];
     __m256i middle[4];
     __m128 m, inverse;
@@ -391,17 +260,21 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
     }
     for (i = 0; i < a->n; i += 8) {
         __m256 scale = _mm256_loadu_ps(a->scale + i);
-        __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
+        __m256i twice =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
+        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
+        __m256 zero = _mm256_loadu_ps(a->zero + i);
+        if (a->ref) zero = _mm256_sub_ps(zero, _mm256_loadu_ps(a->ref + i));
+        zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x + r * a->x_stride + i), y = _mm256_mul_ps(v, scale);
+            __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
         }
     }
     m = tkvi_max4_avx2(most);
-    inverse = _mm_and_ps(_mm_div_ps(top, m),
-                         _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* smaller: contributes nothing */
+    inverse = _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* as if smaller were 0 */
     _mm_storeu_ps(by, inverse);
     _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
@@ -411,8 +284,8 @@ TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int 
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->x_stride + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->x_stride + i + 8), scale1);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1);
             __m256 y = _mm256_set1_ps(by[r]);
             __m256i k = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(u, y)),
                                            _mm256_cvtps_epi32(_mm256_mul_ps(v, y)));
@@ -447,176 +320,189 @@ static TKVI_TARGET_AVX2 void tkvi_fold_avx2(const tkvi_folding *a, int rows, tkv
     if (left == 3) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
 }
 
-/* step * (sum w (code - centre)) + rest for 8 lanes; sums of two planes stand 64 apart. */
-TKVI_FLAT_AVX2 __m256 tkvi_unfold_avx2(const int32_t *sum, int planes, float half_step, int32_t middle,
-                                       float rest) {
-    __m256i d = _mm256_loadu_si256((const __m256i *)(const void *)sum);
-    if (planes == 2)
-        d = _mm256_add_epi32(_mm256_slli_epi32(d, 7),
-                             _mm256_loadu_si256((const __m256i *)(const void *)(sum + TKVI_BLOCK)));
-    d = _mm256_sub_epi32(_mm256_slli_epi32(d, 1), _mm256_set1_epi32(middle));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), _mm256_set1_ps(half_step), _mm256_set1_ps(rest));
-}
-
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64]. */
-TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(const tkvi_side *s, const uint8_t *src, int h, int b, uintptr_t ahead,
-                                    const int8_t *w, const int nw, int32_t *sum) {
-    __m256i acc[4][2], table = _mm256_setzero_si256();
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, r, j, part;
-    if (s->levels)
-        table = _mm256_broadcastsi128_si256(tkvi_bytes16_avx2((const uint8_t *)(const void *)s->levels));
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, w += 4) {
-            for (part = 0; part < 1 + (width == 8); part++) {
-                __m256i c[2], unit = _mm256_set1_epi16(part ? 16 : 1);
-                tkvi_codes_avx2(width, src, &at, h, b, part, ahead, c);
-                TKVI_UNROLL
-                for (r = 0; r < nw; r++) {
-                    __m256i four = _mm256_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));
-                    TKVI_UNROLL
-                    for (j = 0; j < 2; j++)
-                        acc[r][j] = tkvi_dot_avx2(acc[r][j], c[j], four, unit, s->levels ? &table : NULL);
-                }
-            }
-            tkvi_next_tile(&at, width);
-        }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + 32 * h + 16 * j + 8 * b),
-                                acc[r][j]);
+static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, int planes, const tkvi_fold *f, int r,
+                                              int n, int add, float *out) {
+    const __m256 half_step = _mm256_set1_ps(f->half_step[r]), rest = _mm256_set1_ps(f->rest[r]);
+    const __m256i middle = _mm256_set1_epi32(f->middle[r]);
+    int i;
+    for (i = 0; i < n; i += 8) {
+        __m256i x = tkvi_ints_avx2(sum + i);
+        __m256 y;
+        if (planes == 2) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(sum + TKVI_BLOCK + i));
+        y = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_slli_epi32(x, 1), middle));
+        y = _mm256_fmadd_ps(y, half_step, rest);
+        _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int planes,
-                                               float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[2];
-    tkvi_folding a;
-    uintptr_t ahead = tkvi_ahead(src, next);
-    int weight_rows = rows * planes, r, g, h, b, c;
+/* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
+ * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63.
+ * With a table, levels are the signed operand and the size of a weight the unsigned one, 2 * 127 * 127: each
+ * pair of products goes to 32 bits by itself. `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(__m256i c, __m256i u, __m256i e, __m256i v, __m256i unit) {
+    return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(c, u), _mm256_maddubs_epi16(e, v)), unit);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
+    __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
+}
+
+/* Accumulators a0..a3 and b0..b3: named ones stay in registers with every compiler. */
+#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
+#define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
+#define TKVI_MAC4_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
+        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
+        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(c[0], u, e[0], v, unit));                                \
+        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(c[1], u, e[1], v, unit));                                \
+    }
+#define TKVI_LEVELED4_(r)                                                                                    \
+    if (r < nw) {                                                                                            \
+        u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
+        v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
+        a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(c[0], u, table));                                    \
+        b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(c[1], u, table));                                    \
+        if (both) {                                                                                          \
+            a##r = _mm256_add_epi32(a##r, tkvi_leveled_avx2(e[0], v, table));                                \
+            b##r = _mm256_add_epi32(b##r, tkvi_leveled_avx2(e[1], v, table));                                \
+        }                                                                                                    \
+    }
+#define TKVI_SAVE4_(r)                                                                                       \
+    if (r < nw) {                                                                                            \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK), a##r);                                \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + apart), b##r);                        \
+    }
+
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64].
+ * Two tiles a step. */
+TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
+    const tkvi_side *s = d->s;
+    const int stride = TKV_MAX_HEAD_DIM, apart = 16;
+    const uint8_t *wide = d->wide;
+    const int8_t *w0 = d->w + h * d->w_group;
+    int32_t *sum = d->sum + 32 * h + 8 * b;
+    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
+    int half = d->half, width, i, part;
+    TKVI_ROWS4_(TKVI_ZERO4_)
+    if (s->levels) table = tkvi_levels_avx2(s->levels);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width], n = s->runs.n[width];
+        for (part = 0; part < 1 + (width == 8); part++) {
+            const uint8_t *tile = wide;
+            const int8_t *w = w0;
+            unit = _mm256_set1_epi16(part ? 16 : 1);
+            for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
+                const int both = i + 1 < n;
+                if (h == 0 && b == 0) {
+                    tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
+                    tkvi_prefetch_rest(d);
+                    tkvi_prefetch_rest(d);
+                }
+                tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);
+                e[0] = e[1] = _mm256_setzero_si256();
+                if (both)
+                    tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);
+                if (s->levels) {
+                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                } else {
+                    TKVI_ROWS4_(TKVI_MAC4_)
+                }
+            }
+        }
+        wide += n * bytes;
+        half += n * has_half;
+        w0 += 4 * n;
+    }
+    TKVI_ROWS4_(TKVI_SAVE4_)
+}
+
+TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
+    int q;
+    for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
+}
+
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on. */
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, const int nw) {
+    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, apart = 8, both = 1;
+    const int8_t *levels = d->s->levels;
+    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
+    int t, h, part;
+    TKVI_ROWS4_(TKVI_ZERO4_)
+    if (levels) table = tkvi_levels_avx2(levels);
+    for (part = 0; part < 1 + (width == 8); part++) {
+        const uint8_t *tile = d->wide + skip * bytes;
+        const int8_t *w = d->w;
+        int half = d->half + skip * has_half;
+        unit = _mm256_set1_epi16(part ? 16 : 1);
+        for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
+            tkvi_prefetch_bytes(tile, bytes, d->ahead);
+            tkvi_prefetch_rest(d);
+            for (h = 0; h < 2; h++, w += 8) {
+                tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
+                tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
+                u = c[1];
+                c[1] = e[0];
+                e[0] = u;
+                if (levels) {
+                    TKVI_ROWS4_(TKVI_LEVELED4_)
+                } else {
+                    TKVI_ROWS4_(TKVI_MAC4_)
+                }
+            }
+            tile += bytes;
+            half += has_half;
+        }
+    }
+    TKVI_ROWS4_(TKVI_SAVE4_)
+}
+
+TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
+    int slab;
+    for (slab = 0; slab < d->slabs; slab++) tkvi_dot_vs_avx2(d, 4 * slab, d->sum + 16 * slab, nw);
+}
+
+#define TKVI_DOTS_AVX2_(nw)                                                                                  \
+    static TKVI_TARGET_AVX2 void tkvi_dot_k##nw##_avx2(tkvi_products *d) { tkvi_dot_k_avx2(d, nw); }         \
+    static TKVI_TARGET_AVX2 void tkvi_dot_v##nw##_avx2(tkvi_products *d) { tkvi_dot_v_avx2(d, nw); }
+TKVI_DOTS_AVX2_(1)
+TKVI_DOTS_AVX2_(2)
+TKVI_DOTS_AVX2_(4)
+#undef TKVI_DOTS_AVX2_
+#undef TKVI_ROWS4_
+#undef TKVI_ZERO4_
+#undef TKVI_MAC4_
+#undef TKVI_LEVELED4_
+#undef TKVI_SAVE4_
+
+/* All weight rows, in the passes that registers allow: 1, 2 or 4. A row beyond the last one is zero. */
+static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
+    static const tkvi_dot dots[2][3] = {
+        {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
+        {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
+    };
+    int left;
+    for (left = weight_rows; left > 0; left -= 4) {
+        dots[d->s->which][tkvi_min(left - 1, 2)](d);
+        d->w += 4 * d->w_stride;
+        d->sum += 4 * TKVI_BLOCK;
+    }
+}
+
+static const tkvi_steps tkvi_steps_avx2 = {tkvi_halves_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
+                                           tkvi_unfold_avx2, 0};
+
+static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int planes, float *scores) {
     (void)n;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_avx2, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
-    tkvi_centres(s, centre2);
-    for (g = 0; g < s->groups; g++) {
-        for (c = 0; c < s->pad; c += 8) { /* zero - ref + centre * scale, the same for all rows */
-            int m = g * s->pad + c;
-            __m256 z = _mm256_sub_ps(_mm256_loadu_ps(zero + m), _mm256_loadu_ps(ref + c));
-            __m128i twice = _mm_loadl_epi64((const __m128i *)(const void *)(centre2 + c));
-            __m256 half = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(twice)),
-                                        _mm256_set1_ps(s->levels ? 0.0f : 0.5f));
-            _mm256_storeu_ps(zero + m, _mm256_fmadd_ps(half, _mm256_loadu_ps(scale + m), z));
-        }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
-                         TKV_MAX_HEAD_DIM);
-        tkvi_fold_avx2(&a, rows, &fold[g]);
-    }
-    for (r = 0; r < weight_rows; r += 4)
-        for (h = 0; h < 2; h++)
-            for (b = 0; b < 2; b++) {
-                const int8_t *weights = w[s->groups == 2 ? h : 0][r];
-                int left = weight_rows - r;
-                if (left == 1) tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 1, sum[r]);
-                else if (left == 2) tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 2, sum[r]);
-                else tkvi_dot_k_avx2(s, src, h, b, ahead, weights, 4, sum[r]);
-            }
-    for (r = 0; r < rows; r++)
-        for (c = 0; c < TKVI_BLOCK; c += 8) {
-            const tkvi_fold *f = &fold[s->groups == 2 ? c / 32 : 0];
-            _mm256_storeu_ps(scores + r * TKVI_BLOCK + c,
-                             tkvi_unfold_avx2(sum[r * planes] + c, planes, f->half_step[r],
-                                              s->levels ? 0 : f->middle[r], f->rest[r]));
-        }
+    tkvi_tiles_k(&tkvi_steps_avx2, s, src, next, q, ref, rows, planes, scores);
 }
 
-/* V: lanes are the 16 channels of one slab; sum[weight row][64], of which 16 are used. */
-TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(const tkvi_side *s, const uint8_t *src, int width,
-                                    const tkvi_tile_at *first, int n, uintptr_t ahead, const int8_t *w,
-                                    const int nw, int32_t *sum) {
-    __m256i acc[4][2], table = _mm256_setzero_si256();
-    tkvi_tile_at at = *first;
-    int t, h, p, r, j, part;
-    if (s->levels)
-        table = _mm256_broadcastsi128_si256(tkvi_bytes16_avx2((const uint8_t *)(const void *)s->levels));
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++, w += 8)
-            for (part = 0; part < 1 + (width == 8); part++) {
-                __m256i c[2][2], unit = _mm256_set1_epi16(part ? 16 : 1);
-                tkvi_codes_avx2(width, src, &at, h, 0, part, ahead, c[0]);
-                tkvi_codes_avx2(width, src, &at, h, 1, part, ahead, c[1]);
-                TKVI_UNROLL
-                for (p = 0; p < 2; p++) {
-                    TKVI_UNROLL
-                    for (r = 0; r < nw; r++) {
-                        __m256i four = _mm256_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4 * p));
-                        TKVI_UNROLL
-                        for (j = 0; j < 2; j++)
-                            acc[r][j] =
-                                tkvi_dot_avx2(acc[r][j], c[j][p], four, unit, s->levels ? &table : NULL);
-                    }
-                }
-            }
-        tkvi_next_tile(&at, width);
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + 8 * j), acc[r][j]);
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int planes, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_folding a;
-    tkvi_fold f;
-    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
-    uintptr_t ahead = tkvi_ahead(src, next);
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, j, r, g, slab = 0;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_avx2, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    memset(ones, 1, sizeof ones);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4, slab++) {
-            int32_t centre2 = s->levels ? 0 : tkvi_centre2(s, width);
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
-                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
-                tkvi_fold_avx2(&a, rows, &f);
-            }
-            for (r = 0; r < weight_rows; r += 4) {
-                int left = weight_rows - r;
-                if (left == 1) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 1, sum[r]);
-                else if (left == 2) tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 2, sum[r]);
-                else tkvi_dot_v_avx2(s, src, width, &at, n, ahead, w[r], 4, sum[r]);
-            }
-            for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            for (r = 0; r < rows; r++)
-                for (j = 0; j < 2; j++) {
-                    float *o = out + r * s->pad + 16 * slab + 8 * j;
-                    __m256 d = tkvi_unfold_avx2(sum[r * planes] + 8 * j, planes, f.half_step[r],
-                                                centre2 * f.middle[r], f.rest[r]);
-                    _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), d));
-                }
-        }
+static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int planes, float *out) {
+    tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
 static const tkvi_kernels tkvi_kernels_avx2 = {

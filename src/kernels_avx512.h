@@ -2,15 +2,14 @@
  * kernels_avx512.h - the kernels of kernels.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
  *
  * Two shapes do the work.
- *   Integers:  two vectors of codes x up to 8 weight rows = 16 accumulators in registers. A weight row is one
- *              plane of one query row; a plane is a row more, nothing else. vpdpbusd multiplies unsigned codes
- *              by signed weights, four weights broadcast at a time.
- *   Floats:    4 vectors x up to 4 query rows.
- * Both are written once with the number of rows as a constant argument, and instantiated by a switch. The
- * width of a tile is looked at once per 16 products, by a branch that goes the same way for a whole run.
+ *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
+ *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
+ *             looked at once per 16 products, by branches that go the same way for a whole run.
+ *   Floats:   4 vectors x up to 4 query rows.
+ * Both are written once, with the number of rows as a constant argument.
  *
- * Levels are signed, codes must be unsigned here: the table is biased by 127 and the bias comes off with
- * the centre. (Levels as the signed operand would ask for unsigned weights: one bit less of them.)
+ * Levels of a table are signed, but the operand of codes is unsigned: they are biased by 127, which comes off
+ * with the centre. (Levels as the signed operand would need unsigned weights and a sign per product.)
  */
 #ifndef TKVI_KERNELS_AVX512_H
 #define TKVI_KERNELS_AVX512_H
@@ -60,7 +59,8 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, flo
     for (t = 0; t < TKVI_BLOCK; t += 16) {
         __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)), n, r, y;
         __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-        n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+        n = _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
         r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
         r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
         y = _mm512_fmadd_ps(_mm512_set1_ps(1.9875691500e-4f), r, _mm512_set1_ps(1.3981999507e-3f));
@@ -116,7 +116,7 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
         const uint8_t *k[4];
         TKVI_UNROLL
         for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        for (c = 0; c < 4 * row_bytes; c += 64) tkvi_prefetch(src + t * row_bytes + c, ahead);
+        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
@@ -144,12 +144,16 @@ static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uin
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        memset(scores, 0, (size_t)(tkvi_min(rows, 4) * TKVI_BLOCK) * sizeof(float));
-        if (rows == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 1, scores);
-        else if (rows == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 2, scores);
-        else tkvi_exact_k4_avx512(s, src, ahead, q, ref, rows, n, 4, scores);
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4) {
+        const float *x = q + r * s->pad;
+        float *o = scores + r * TKVI_BLOCK;
+        int left = rows - r;
+        if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 1, o);
+        else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 2, o);
+        else tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 4, o);
     }
 }
 
@@ -193,77 +197,84 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
                                                    const uint8_t *next, const float *p, int rows, int n,
                                                    int planes, float *out) {
     uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
     (void)planes;
-    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * s->pad) {
-        int c = 0;
+    for (r = 0; r < rows; r += 4) {
+        const float *x = p + r * TKVI_BLOCK;
+        float *o = out + r * s->pad;
+        int left = rows - r, c = 0;
         for (; c + 64 <= s->pad; c += 64) {
-            if (rows == 1) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 1, 4, out);
-            else if (rows == 2) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 2, 4, out);
-            else tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 4, 4, out);
+            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
+            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
+            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
         }
-        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, p, rows, n, c, 4, 1, out);
+        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
     }
 }
 
 /* >>tiles */
-/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. 16-bit shifts move bits
- * into the neighbour byte, the masks take them away. */
-TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *src, const tkvi_tile_at *at, int h,
+/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
+TKVI_FLAT_AVX512 void tkvi_merge_avx512(__m512i *codes, __m512i a, __m512i b, int mask) {
+    codes[0] = _mm512_or_si512(codes[0], _mm512_and_si512(a, _mm512_set1_epi8((char)mask)));
+    codes[1] = _mm512_or_si512(codes[1], _mm512_and_si512(b, _mm512_set1_epi8((char)mask)));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_shifted_avx512(const uint8_t *p, int right) {
+    return _mm512_srl_epi16(tkvi_bytes_avx512(p), _mm_cvtsi32_si128(right));
+}
+
+/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. */
+TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
                                         uintptr_t ahead, const __m512i *table, __m512i *codes) {
-    const uint8_t *wide = src + at->wide, *top = src + at->halves + at->half / 2 * 64;
-    __m512i a, b, x;
-    if (width == 8) {
-        tkvi_prefetch(wide + 128 * h, ahead);
-        tkvi_prefetch(wide + 128 * h + 64, ahead);
-        codes[0] = tkvi_bytes_avx512(wide + 128 * h);
-        codes[1] = tkvi_bytes_avx512(wide + 128 * h + 64);
-        return;
-    }
+    __m512i x;
+    codes[0] = codes[1] = _mm512_setzero_si512();
     if (width >= 4) {
-        tkvi_prefetch(wide + 64 * h, ahead);
-        x = tkvi_bytes_avx512(wide + 64 * h);
-        a = _mm512_and_si512(x, _mm512_set1_epi8(15));
-        b = _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+        const int at = (width == 8 ? 128 : 64) * h;
+        tkvi_prefetch(wide + at, ahead);
+        x = tkvi_bytes_avx512(wide + at);
+        if (width == 8) {
+            tkvi_prefetch(wide + at + 64, ahead);
+            codes[0] = x;
+            codes[1] = tkvi_bytes_avx512(wide + at + 64);
+            return;
+        }
+        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 4), 15);
         if (width == 6) {
             if (h) tkvi_prefetch(wide + 128, ahead);
-            x = _mm512_srl_epi16(tkvi_bytes_avx512(wide + 128), _mm_cvtsi32_si128(4 * h));
-            a = _mm512_or_si512(a, _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(48)));
-            b = _mm512_or_si512(b, _mm512_and_si512(_mm512_slli_epi16(x, 2), _mm512_set1_epi8(48)));
+            x = tkvi_shifted_avx512(wide + 128, 4 * h);
+            tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 2), 48);
         }
     } else if (width >= 2) {
         if (h) tkvi_prefetch(wide, ahead);
-        x = _mm512_srl_epi16(tkvi_bytes_avx512(wide), _mm_cvtsi32_si128(4 * h));
-        a = _mm512_and_si512(x, _mm512_set1_epi8(3));
-        b = _mm512_and_si512(_mm512_srli_epi16(x, 2), _mm512_set1_epi8(3));
-    } else a = b = _mm512_setzero_si512();
-    if (width & 1) { /* the top bit, to be moved to place width - 1 */
-        __m128i place = _mm_cvtsi32_si128(width - 1);
-        __m512i bit = _mm512_set1_epi8((char)(1 << (width - 1)));
-        if (h) tkvi_prefetch(top, ahead);
-        x = _mm512_srl_epi16(tkvi_bytes_avx512(top), _mm_cvtsi32_si128(at->half % 2 * 4 + 2 * h));
-        a = _mm512_or_si512(a, _mm512_and_si512(_mm512_sll_epi16(x, place), bit));
-        b = _mm512_or_si512(b, _mm512_and_si512(_mm512_sll_epi16(_mm512_srli_epi16(x, 1), place), bit));
+        x = tkvi_shifted_avx512(wide, 4 * h);
+        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 2), 3);
+    }
+    if (width & 1) {
+        const uint8_t *top = tops + (half >> 1) * 64;
+        x = tkvi_shifted_avx512(top, (half & 1) * 4 + 2 * h);
+        if (width == 1) tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 1), 1);
+        else if (width == 3) tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 2), _mm512_slli_epi16(x, 1), 4);
+        else tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 3), 16);
     }
     if (table) {
-        a = _mm512_shuffle_epi8(*table, a);
-        b = _mm512_shuffle_epi8(*table, b);
+        codes[0] = _mm512_shuffle_epi8(*table, codes[0]);
+        codes[1] = _mm512_shuffle_epi8(*table, codes[1]);
     }
-    codes[0] = a;
-    codes[1] = b;
 }
+
+#define TKVI_BIAS_AVX512 127
 
 /* The 16 biased levels in each 128-bit quarter. */
 TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
     __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS));
+    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS_AVX512));
 }
 
-/* Folds the scales into n values (a multiple of 16) of nr rows of q or p, and rounds; see tkvi_fold. Four rows go
- * together so that their horizontal sums do, four vectors so that they pack into one of bytes. */
+/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
 TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const float *x = a->x + first * a->x_stride;
+    const float *x = a->x + first * a->n;
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4];
     __m512i middle[4], middle_hi[4];
@@ -277,11 +288,16 @@ TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const 
     }
     for (i = 0; i < a->n; i += 16) {
         __m512 scale = _mm512_loadu_ps(a->scale + i);
-        __m512 zero = _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + i));
+        __m512i twice =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
+        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
+        __m512 zero = _mm512_loadu_ps(a->zero + i);
+        if (a->ref) zero = _mm512_sub_ps(zero, _mm512_loadu_ps(a->ref + i));
+        zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m512 v = _mm512_loadu_ps(x + r * a->x_stride + i), y = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_range_ps(most[r], y, 11); /* the larger size, positive */
+            __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
             _mm512_store_ps(folded[r] + i, y);
         }
@@ -338,190 +354,149 @@ static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows,
     if (rows * a->planes % 2) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
 }
 
-/* step * (sum w (code - centre)) + rest for 16 lanes; sums of two planes stand 64 apart. */
-TKVI_FLAT_AVX512 __m512 tkvi_unfold_avx512(const int32_t *sum, int planes, float half_step, int32_t middle,
-                                           float rest) {
-    __m512i d = _mm512_loadu_si512((const void *)sum);
-    if (planes == 2)
-        d = _mm512_add_epi32(_mm512_slli_epi32(d, 7), _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK)));
-    d = _mm512_sub_epi32(_mm512_slli_epi32(d, 1), _mm512_set1_epi32(middle));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(d), _mm512_set1_ps(half_step), _mm512_set1_ps(rest));
+static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, int planes, const tkvi_fold *f, int r,
+                                                  int n, int add, float *out) {
+    const __m512 half_step = _mm512_set1_ps(f->half_step[r]), rest = _mm512_set1_ps(f->rest[r]);
+    const __m512i middle = _mm512_set1_epi32(f->middle[r]);
+    int i;
+    for (i = 0; i < n; i += 16) {
+        __m512i x = _mm512_loadu_si512((const void *)(sum + i));
+        __m512 y;
+        if (planes == 2)
+            x = _mm512_add_epi32(_mm512_slli_epi32(x, 7),
+                                 _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK + i)));
+        y = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(x, 1), middle));
+        y = _mm512_fmadd_ps(y, half_step, rest);
+        _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+    }
 }
 
-/* How many weight rows to take at once: 1, 2, 4, 6 or 8. The rows beyond the last one are zero. */
-TKVI_FLAT int tkvi_pass(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
-
-/* K: lanes are tokens 32h .. 32h + 31; nw weight rows, sum[weight row][64]. */
-TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(const tkvi_side *s, const uint8_t *src, int h, uintptr_t ahead,
-                                        const int8_t *w, const int nw, int32_t *sum) {
-    __m512i acc[8][2], table = _mm512_setzero_si512();
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, r, j;
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) acc[r][j] = _mm512_setzero_si512();
+/* Accumulators a0..a7 and b0..b7. Named ones stay in registers with every compiler, arrays do not. */
+#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r;
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * stride));                                                 \
+        a##r = _mm512_dpbusd_epi32(a##r, x, four);                                                           \
+        b##r = _mm512_dpbusd_epi32(b##r, y, four);                                                           \
     }
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
+    }
+
+/* K: lanes are tokens 32h .. 32h + 31. */
+TKVI_FLAT_AVX512 void tkvi_dot_kh_avx512(tkvi_products *d, const int h, const int nw) {
+    const tkvi_side *s = d->s;
+    const int stride = TKV_MAX_HEAD_DIM;
+    const uint8_t *wide = d->wide;
+    const int8_t *w = d->w + h * d->w_group;
+    int32_t *sum = d->sum + 32 * h;
+    __m512i table = _mm512_setzero_si512(), x, y, four;
+    int half = d->half, width, i;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (s->levels) table = tkvi_levels_avx512(s->levels);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++, w += 4) {
             __m512i c[2];
-            tkvi_codes_avx512(width, src, &at, h, ahead, s->levels ? &table : NULL, c);
-            tkvi_next_tile(&at, width);
-            TKVI_UNROLL
-            for (r = 0; r < nw; r++) {
-                __m512i four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));
-                TKVI_UNROLL
-                for (j = 0; j < 2; j++) acc[r][j] = _mm512_dpbusd_epi32(acc[r][j], c[j], four);
-            }
+            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, s->levels ? &table : NULL, c);
+            wide += tkvi_wide_bytes[width];
+            half += tkvi_has_half[width];
+            if (h == 0) tkvi_prefetch_rest(d);
+            x = c[0];
+            y = c[1];
+            TKVI_ROWS_(TKVI_MAC_)
         }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32 * h + 16 * j), acc[r][j]);
-    }
+    TKVI_ROWS_(TKVI_SAVE_)
 }
 
-static TKVI_TARGET_AVX512 void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int planes, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_fold fold[2];
-    tkvi_folding a;
-    uintptr_t ahead = tkvi_ahead(src, next);
-    int weight_rows = rows * planes, nw, r, g, h, c;
-    (void)n;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_avx512, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
-    tkvi_centres(s, centre2);
-    for (g = 0; g < s->groups; g++) {
-        for (c = 0; c < s->pad; c += 16) { /* zero - ref + centre * scale, the same for all rows */
-            int m = g * s->pad + c;
-            __m512 z = _mm512_sub_ps(_mm512_loadu_ps(zero + m), _mm512_loadu_ps(ref + c));
-            __m512i twice =
-                _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(centre2 + c)));
-            __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(s->levels ? 0.0f : 0.5f));
-            _mm512_storeu_ps(zero + m, _mm512_fmadd_ps(half, _mm512_loadu_ps(scale + m), z));
-        }
-        tkvi_folding_set(&a, q, s->pad, scale + g * s->pad, zero + g * s->pad, 0.0f, centre2, planes, w[g][0],
-                         TKV_MAX_HEAD_DIM);
-        tkvi_fold_avx512(&a, rows, &fold[g]);
-    }
-    for (r = 0; r < weight_rows; r += nw) {
-        nw = tkvi_pass(weight_rows - r);
-        for (h = 0; h < 2; h++) {
-            const int8_t *weights = w[s->groups == 2 ? h : 0][r];
-            switch (nw) {
-            case 8: tkvi_dot_k_avx512(s, src, h, ahead, weights, 8, sum[r]); break;
-            case 6: tkvi_dot_k_avx512(s, src, h, ahead, weights, 6, sum[r]); break;
-            case 4: tkvi_dot_k_avx512(s, src, h, ahead, weights, 4, sum[r]); break;
-            case 2: tkvi_dot_k_avx512(s, src, h, ahead, weights, 2, sum[r]); break;
-            default: tkvi_dot_k_avx512(s, src, h, ahead, weights, 1, sum[r]);
-            }
-        }
-    }
-    for (r = 0; r < rows; r++)
-        for (c = 0; c < TKVI_BLOCK; c += 16) {
-            const tkvi_fold *f = &fold[s->groups == 2 ? c / 32 : 0];
-            _mm512_storeu_ps(
-                scores + r * TKVI_BLOCK + c,
-                tkvi_unfold_avx512(sum[r * planes] + c, planes, f->half_step[r], f->middle[r], f->rest[r]));
-        }
+TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
+    tkvi_dot_kh_avx512(d, 0, nw);
+    tkvi_dot_kh_avx512(d, 1, nw);
 }
 
-/* V: lanes are 16 channels of one slab, or of two neighbours; sum[weight row][64], a slab takes 16 of them. */
-TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(const tkvi_side *s, const uint8_t *src, int width,
-                                        const tkvi_tile_at *first, const tkvi_tile_at *second, int n,
-                                        uintptr_t ahead, const int8_t *w, const int nw, int32_t *sum) {
-    __m512i acc[8][2], table = _mm512_setzero_si512();
-    tkvi_tile_at a = *first, b = *second;
-    int t, h, p, r, j;
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) acc[r][j] = _mm512_setzero_si512();
+/* V: lanes are 16 channels of one slab, or of two neighbours. */
+TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
+    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
+    const uint8_t *wide = d->wide;
+    const int8_t *w = d->w;
+    int32_t *sum = d->sum;
+    __m512i table = _mm512_setzero_si512(), *levels = NULL, x, y, four;
+    int half = d->half, t, h;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (d->s->levels) {
+        table = tkvi_levels_avx512(d->s->levels);
+        levels = &table;
     }
     for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++, w += 8) {
-            __m512i c[2][2];
-            tkvi_codes_avx512(width, src, &a, h, ahead, s->levels ? &table : NULL, c[0]);
-            tkvi_codes_avx512(width, src, &b, h, ahead, s->levels ? &table : NULL, c[1]);
-            TKVI_UNROLL
-            for (p = 0; p < 2; p++) {
-                TKVI_UNROLL
-                for (r = 0; r < nw; r++) {
-                    __m512i four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4 * p));
-                    TKVI_UNROLL
-                    for (j = 0; j < 2; j++) acc[r][j] = _mm512_dpbusd_epi32(acc[r][j], c[j][p], four);
-                }
-            }
+        for (h = 0; h < 2; h++) {
+            __m512i c[2], e[2];
+            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
+            tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
+                              levels, e);
+            tkvi_prefetch_rest(d);
+            x = c[0];
+            y = e[0];
+            TKVI_ROWS_(TKVI_MAC_)
+            w += 4;
+            x = c[1];
+            y = e[1];
+            TKVI_ROWS_(TKVI_MAC_)
+            w += 4;
         }
-        tkvi_next_tile(&a, width);
-        tkvi_next_tile(&b, width);
+        wide += bytes;
+        half += has_half;
     }
-    TKVI_UNROLL
-    for (r = 0; r < nw; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16 * j), acc[r][j]);
+    TKVI_ROWS_(TKVI_SAVE_)
+}
+
+/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+#define TKVI_DOTS_AVX512_(nw)                                                                                \
+    static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
+    static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
+TKVI_DOTS_AVX512_(1)
+TKVI_DOTS_AVX512_(2)
+TKVI_DOTS_AVX512_(4)
+TKVI_DOTS_AVX512_(6)
+TKVI_DOTS_AVX512_(8)
+#undef TKVI_DOTS_AVX512_
+#undef TKVI_ROWS_
+#undef TKVI_ZERO_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+/* How many weight rows to take at once: 1, 2, 4, 6 or 8. A row beyond the last one is zero. */
+static int tkvi_pass_avx512(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
+
+/* All weight rows, in the passes that registers allow. */
+static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
+    static const tkvi_dot dots[2][5] = {
+        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512, tkvi_dot_k6_avx512, tkvi_dot_k8_avx512},
+        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512, tkvi_dot_v6_avx512, tkvi_dot_v8_avx512},
+    };
+    int left, nw;
+    for (left = weight_rows; left > 0; left -= nw) {
+        nw = tkvi_pass_avx512(left);
+        dots[d->s->which][nw / 2](d);
+        d->w += nw * d->w_stride;
+        d->sum += nw * TKVI_BLOCK;
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *p, int rows, int n,
-                                                   int planes, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
-    tkvi_folding a;
-    tkvi_fold f;
-    TKVI_ALIGNED uint8_t ones[TKVI_BLOCK];
-    uintptr_t ahead = tkvi_ahead(src, next);
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int weight_rows = rows * planes, width, i, j, r, g, nw, slab = 0;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_avx512, scale, zero);
-    tkvi_prefetch_meta(s, src, ahead);
-    memset(ones, 1, sizeof ones);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->runs.n[width];) {
-            int slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1;
-            tkvi_tile_at one = at;
-            for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                tkvi_folding_set(&a, p, TKVI_BLOCK, scale + g * TKVI_BLOCK, zero + g * TKVI_BLOCK,
-                                 tkvi_centre(s, width), ones, planes, w[0], TKVI_BLOCK);
-                tkvi_fold_avx512(&a, rows, &f);
-            }
-            for (r = 0; r < weight_rows; r += nw) {
-                const tkvi_tile_at *two = slabs == 2 ? &at : &one;
-                nw = tkvi_pass(weight_rows - r);
-                switch (nw) {
-                case 8: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 8, sum[r]); break;
-                case 6: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 6, sum[r]); break;
-                case 4: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 4, sum[r]); break;
-                case 2: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 2, sum[r]); break;
-                default: tkvi_dot_v_avx512(s, src, width, &one, two, n, ahead, w[r], 1, sum[r]);
-                }
-            }
-            if (slabs == 2)
-                for (j = 0; j < 4; j++) tkvi_next_tile(&at, width);
-            for (r = 0; r < rows; r++)
-                for (j = 0; j < slabs; j++) {
-                    float *o = out + r * s->pad + 16 * (slab + j);
-                    __m512 d = tkvi_unfold_avx512(sum[r * planes] + 16 * j, planes, f.half_step[r],
-                                                  tkvi_centre2(s, width) * f.middle[r], f.rest[r]);
-                    _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), d));
-                }
-            i += 4 * slabs;
-            slab += slabs;
-        }
+static const tkvi_steps tkvi_steps_avx512 = {tkvi_halves_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
+                                             tkvi_unfold_avx512, TKVI_BIAS_AVX512};
+
+static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                const float *ref, int rows, int n, int planes, float *scores) {
+    (void)n;
+    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+}
+
+static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                int rows, int n, int planes, float *out) {
+    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
 }
 
 static const tkvi_kernels tkvi_kernels_avx512 = {

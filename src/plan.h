@@ -105,9 +105,10 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], f, "it must be a tkv_format");
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   "it must be a tkv_format");
             if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, layer, pair_name[i][side], f,
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
         }
     if (c->sink_tokens < TKV_NONE || c->sink_tokens > TKVI_BLOCK)
@@ -158,46 +159,6 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
     if (!cached)
         return tkvi_bad(reason, size, "layers", cfg->n_layers, "at least one layer must have a cache");
     return TKV_OK;
-}
-
-TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
-    tkv_layer_config wide;
-    tkv_status st;
-    if (reason && size) *reason = 0;
-    if (!cfg) return TKV_ERR_ARG;
-#define TKVI_RANGE_(field, lo, hi, want)                                                                     \
-    if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
-    if (cfg->start_canary || cfg->end_canary)
-        return tkvi_bad(
-            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
-            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
-    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
-    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
-    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
-        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
-    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
-    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
-    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
-    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
-    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
-        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
-    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
-        return tkvi_bad(reason, size, "nonfinite", cfg->nonfinite, "it must be a tkv_nonfinite");
-    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
-    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
-        return tkvi_bad(reason, size, "isa", cfg->isa, "it must be a tkv_isa");
-#undef TKVI_RANGE_
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
-                        "alloc and release must both be set, or neither");
-    wide = tkvi_cache_wide(cfg);
-    st = tkvi_validate_tiers(&wide, -1, reason, size);
-    if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
-    return st;
 }
 
 TKV_API tkv_config tkv_config_default(void) {
@@ -338,6 +299,55 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
         h->size_class[c].slots = slots > 64 ? 64 : (int)slots;
     }
     return TKV_OK;
+}
+
+/* Every field; the shape is that of the valid config. */
+static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+    tkv_layer_config wide;
+    tkv_status st;
+    if (reason && size) *reason = 0;
+    if (!cfg) return TKV_ERR_ARG;
+#define TKVI_RANGE_(field, lo, hi, want)                                                                     \
+    if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
+    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
+    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
+    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
+        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
+    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
+    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
+    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
+        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
+    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
+    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
+    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
+        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
+    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
+        return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
+    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
+    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
+        return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
+#undef TKVI_RANGE_
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    wide = tkvi_cache_wide(cfg);
+    st = tkvi_validate_tiers(&wide, -1, reason, size);
+    if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
+    if (!st && tkvi_shape_of(cfg, shape))
+        return tkvi_bad(reason, size, "layers", cfg->n_layers,
+                        "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    return st;
+}
+
+TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_shape shape;
+    return tkvi_validate(cfg, &shape, reason, size);
 }
 
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {

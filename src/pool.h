@@ -289,36 +289,33 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
 /* >>peak: what a series of takes and gives will need at most, before any of it happens */
 typedef struct tkvi_peak {
     const tkvi_tables *tables;
-    int64_t
-        *live; /* [n_classes], this thread of events; starts as the pool's plus what others were promised */
-    int64_t pages; /* most pages at any moment */
-    int64_t blocks, most_blocks;
+    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
+    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0;
+    int64_t pages = 0, blocks = 0;
     int c;
-    for (c = 0; c < k->tables->n_classes; c++) pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
-    if (pages > k->pages) k->pages = pages;
-    if (k->blocks > k->most_blocks) k->most_blocks = k->blocks;
+    for (c = 0; c < k->tables->n_classes; c++) {
+        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
+        blocks += k->live[c];
+    }
+    if (pages > k->most_pages) k->most_pages = pages;
+    if (blocks > k->most_blocks) k->most_blocks = blocks;
 }
 
 static void tkvi_peak_take(tkvi_peak *k, int coding) {
     k->live[k->tables->coding[coding].size_class]++;
-    k->blocks++;
     tkvi_peak_note(k);
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int coding) {
-    k->live[k->tables->coding[coding].size_class]--;
-    k->blocks--;
-}
+static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
 /* Gets everything that the peak needs. On failure nothing that a caller can see has changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->pages)
+    while ((int64_t)pool->n_pages < k->most_pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;

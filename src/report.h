@@ -127,22 +127,31 @@ typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that
     int sink_tokens;
 } tkvi_layer_sum;
 
+/* Whole blocks that end at or before `end`, of `whole` that follow the sinks. */
+static int64_t tkvi_ended(int64_t whole, int64_t end) {
+    int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
+    return n < whole ? n : whole;
+}
+
 static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     tkvi_layer_sum s;
-    int end = tkvi_min(n, p->sink), due = n - 1; /* the length that the last append's ageing saw */
+    int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
+    int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
+    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
+    int tier;
     memset(&s, 0, sizeof s);
-#define TKVI_GONE_(end) (p->keep && (end) < n && (int64_t)(end) + p->keep + tkvi_drop_margin(p) <= due)
-    s.sink_tokens = TKVI_GONE_(end) ? 0 : end;
-    while (end < n) {
-        int start = end;
-        tkv_tier tier;
-        end = tkvi_min(n, start + TKVI_BLOCK);
-        if (TKVI_GONE_(end)) continue;
-        tier = end > due || end - start < TKVI_BLOCK ? TKV_HOT : tkvi_tier_due(p, p->hot, end, due);
-        s.blocks[tier]++;
-        s.tokens[tier] += end - start;
-    }
-#undef TKVI_GONE_
+    gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
+    archived = tkvi_ended(whole, due - p->hot - p->warm);
+    coded = tkvi_ended(whole, due - p->hot);
+    archived = archived > gone ? archived : gone;
+    coded = coded > archived ? coded : archived;
+    s.blocks[TKV_ARCHIVE] = archived - gone;
+    s.blocks[TKV_WARM] = coded - archived;
+    s.blocks[TKV_HOT] = whole - coded;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
+    s.tokens[TKV_HOT] += rest;
+    s.blocks[TKV_HOT] += rest > 0;
+    s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -162,9 +171,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
     tkv_memory_info m;
+    size_t page_bytes;
     int i, tier, c;
-    tkv_status st = tkv_config_validate(cfg, NULL, 0);
-    if (!st) st = tkvi_shape_of(cfg, &h);
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
         return TKV_ERR_ARG;
@@ -190,6 +199,10 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         most = here > most ? here : most;
     }
     for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
+    if (all > 0x3fffffff / tkvi_max(n_seqs, 1) || pages > 0x3fffffff ||
+        !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) || page_bytes > (size_t)-1 / 4)
+        return TKV_ERR_CONFIG; /* more than this machine can address */
+    page_bytes -= h.page_bytes;
     m.tables = fixed.tables;
     m.scratch = fixed.recode + fixed.parts;
     m.index = fixed.total - m.tables - m.scratch;
@@ -198,9 +211,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
     }
-    m.total = m.index + m.tables + m.scratch + (size_t)pages * h.page_bytes;
+    m.total = m.index + m.tables + m.scratch + page_bytes;
     m.peak = m.total;
-    tkvi_sum_up(&m, &h.cfg, (size_t)pages * h.page_bytes);
+    tkvi_sum_up(&m, &h.cfg, page_bytes);
     *out = m;
     return TKV_OK;
 }
@@ -221,6 +234,21 @@ static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t w
     return TKV_ERR_BROKEN;
 }
 
+/* Numbers first: nothing below follows one that leads outside of its table. */
+static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
+        return tkvi_broken(k, "a list is longer than its room", layer);
+    for (i = 0; i < list->n; i++)
+        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
+            kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
+            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+    return TKV_OK;
+}
+
 static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -230,87 +258,113 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
-    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
-        return tkvi_broken(k, "a list is longer than its room", layer);
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
-        list->sinks + list->archive + list->warm > list->n)
+        (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if ((list->n == 0) != (list->len == 0))
+    if ((list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
     if (list->n && tkvi_block_start(kv, ids, 0) != list->dropped)
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b;
-        int tokens, coding;
-        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0)
-            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
-        b = &kv->pool.block[ids[i]];
-        tokens = tkvi_block_end(kv, list, ids, i) - b->start;
-        if (tokens < 1 || tokens > kv->tables.coding[b->coding].tokens)
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        coding = i < list->sinks ? p->sink_coding : p->coding[tkvi_tier_at(list, i)];
-        if (b->coding != coding)
+        if (b->coding != (i < list->sinks ? p->sink_coding : p->coding[tier]))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        if (i >= list->sinks && tkvi_tier_at(list, i) == TKV_ARCHIVE &&
-            tkvi_tier_due(p, 0, tkvi_block_end(kv, list, ids, i), list->len) != TKV_ARCHIVE)
-            return tkvi_broken(k, "a block is in the archive too early", (int64_t)ids[i]);
+        most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
+            return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
 }
 
+/* One page against its blocks. */
+static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
+    const tkvi_pool *pool = &k->kv->pool;
+    const tkvi_page *p = &pool->page[i];
+    int s, used = 0;
+    if (p->size_class < -1 || p->size_class >= pool->tables->n_classes)
+        return tkvi_broken(k, "a page of no known class", i);
+    for (s = 0; s < 64 && p->size_class >= 0; s++) {
+        const tkvi_block *b;
+        if (!(p->taken >> s & 1)) continue;
+        used++;
+        if (s >= pool->tables->size_class[p->size_class].slots)
+            return tkvi_broken(k, "a slot beyond its page", i);
+        if (p->owner[s] >= pool->block_cap) return tkvi_broken(k, "a slot of a block that does not exist", i);
+        b = &pool->block[p->owner[s]];
+        if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
+            pool->tables->coding[b->coding].size_class != p->size_class)
+            return tkvi_broken(k, "a slot and its block disagree", i);
+    }
+    if (p->size_class >= 0 && (used != p->used || used == 0))
+        return tkvi_broken(k, "a page's slots are miscounted", i);
+    return TKV_OK;
+}
+
+/* A chain of pages from `first`, all of one class; how many there are, or -1. */
+static int64_t tkvi_chain(const tkvi_pool *pool, uint32_t first, int size_class, int64_t *used) {
+    uint32_t i;
+    int64_t n = 0;
+    *used = 0;
+    for (i = first; i != TKVI_NIL; i = pool->page[i].after, n++) {
+        if (n > pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != size_class) return -1;
+        *used += pool->page[i].used;
+    }
+    return n;
+}
+
 static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     const tkvi_pool *pool = &k->kv->pool;
-    int64_t live = 0, promised, holes, pages;
-    uint32_t i, n, n_free = 0;
-    int c, s, seq;
-    for (i = pool->free_page, n = 0; i != TKVI_NIL; i = pool->page[i].after, n++)
-        if (n >= pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != -1)
-            return tkvi_broken(k, "the list of free pages is broken", i);
-    if (n != pool->n_free_pages) return tkvi_broken(k, "free pages are miscounted", n);
-    for (i = 0; i < pool->n_pages; i++) {
-        const tkvi_page *p = &pool->page[i];
-        int used = 0;
-        if (p->size_class < 0) {
-            n_free++;
-            continue;
-        }
-        for (s = 0; s < 64; s++) {
-            if (!(p->taken >> s & 1)) continue;
-            used++;
-            if (s >= pool->tables->size_class[p->size_class].slots)
-                return tkvi_broken(k, "a slot beyond its page", i);
-            if (p->owner[s] >= pool->block_cap || pool->block[p->owner[s]].refs == 0 ||
-                pool->block[p->owner[s]].page != i || pool->block[p->owner[s]].slot != s)
-                return tkvi_broken(k, "a slot and its block disagree", i);
-        }
-        if (used != p->used || used == 0) return tkvi_broken(k, "a page's slots are miscounted", i);
-        live += used;
+    int64_t live = 0, used, chained, n_free = 0, n;
+    uint32_t i;
+    int c, seq;
+    tkv_status st = TKV_OK;
+    for (i = 0; i < pool->n_pages && !st; i++) {
+        st = tkvi_check_page(k, i);
+        n_free += pool->page[i].size_class < 0;
     }
-    if (n_free != pool->n_free_pages) return tkvi_broken(k, "a page is neither free nor used", n_free);
-    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    if (st) return st;
+    if (tkvi_chain(pool, pool->free_page, -1, &used) != n_free || n_free != pool->n_free_pages)
+        return tkvi_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
-        holes = pages = promised = 0;
+        int64_t pages = 0, full = 0, in_class = 0, promised = 0;
         for (i = 0; i < pool->n_pages; i++) {
             if (pool->page[i].size_class != c) continue;
             pages++;
-            holes += size_class->slots - pool->page[i].used;
+            full += pool->page[i].used == size_class->slots;
+            in_class += pool->page[i].used;
         }
-        if (pages != tkvi_pages_for(size_class, pool->live[c]))
+        if (in_class != pool->live[c]) return tkvi_broken(k, "blocks are miscounted, class", c);
+        if (pages != tkvi_pages_for(size_class, in_class))
             return tkvi_broken(k, "more pages than blocks need, class", c);
-        for (i = pool->room[c], n = 0; i != TKVI_NIL; i = pool->page[i].after) {
-            if (n++ > pool->n_pages || pool->page[i].size_class != c)
-                return tkvi_broken(k, "a list of pages with room is broken, class", c);
-            holes -= size_class->slots - pool->page[i].used;
-        }
-        if (holes) return tkvi_broken(k, "a page with room is not in its list, class", c);
+        chained = tkvi_chain(pool, pool->room[c], c, &used);
+        if (chained != pages - full || used != in_class - full * size_class->slots)
+            return tkvi_broken(k, "a page with room is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
             promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+        live += in_class;
     }
+    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
+        if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
+            return tkvi_broken(k, "the list of free blocks is broken", (int64_t)i);
+    if (n + live != (int64_t)pool->block_cap) return tkvi_broken(k, "free blocks are miscounted", n);
     return TKV_OK;
+}
+
+/* Scatters block numbers, so that sums over two sets of them agree only if the sets do. */
+static uint64_t tkvi_scatter(uint32_t id) {
+    uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
 }
 
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
@@ -318,9 +372,9 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkv_memory_info m;
     tkv_status st;
     uint32_t id;
-    int seq, layer, tier;
+    int seq, layer, tier, i;
     size_t held, sum;
-    int64_t refs = 0, entries = 0;
+    uint64_t refs = 0, entries = 0;
     if (!kv) return TKV_ERR_ARG;
     k.kv = kv;
     k.reason = reason;
@@ -329,12 +383,14 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     st = tkvi_check_pool(&k);
     for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
-            st = tkvi_check_list(&k, seq, layer);
-            entries += tkvi_list_of(kv, seq, layer)->n;
+            st = tkvi_check_ids(&k, seq, layer);
+            if (!st) st = tkvi_check_list(&k, seq, layer);
+            for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
+                entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
     if (st) return st;
-    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs;
-    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", refs);
+    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)

@@ -122,21 +122,14 @@ static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-/* >>paper: starts with what there is and what others were promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv, const tkv_rows *rows, int n_rows) {
+/* >>paper: starts with what there is and what was promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv) {
     tkvi_peak k;
-    int c, i, classes = kv->tables.n_classes;
+    int c;
+    memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
-    k.pages = 0;
-    k.blocks = kv->pool.n_blocks;
-    for (c = 0; c < classes; c++) {
-        int64_t others = kv->pool.promised[c];
-        for (i = 0; i < n_rows; i++) others -= *tkvi_promised(kv, rows[i].seq, c);
-        k.live[c] = kv->pool.live[c] + others;
-        k.blocks += others;
-    }
-    k.most_blocks = k.blocks;
+    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
     tkvi_peak_note(&k);
     return k;
 }
@@ -171,46 +164,87 @@ static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_pea
 }
 
 /* >>reservations */
-static void tkvi_add_promise(tkv_cache *kv, int seq, int coding, int64_t slots) {
-    int size_class = kv->tables.coding[coding].size_class;
-    kv->pool.promised[size_class] += slots;
-    *tkvi_promised(kv, seq, size_class) += slots;
+/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
+static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
+                          int64_t *room) {
+    int i, whole = 1;
+    tkvi_most_blocks(&kv->tables.cfg, p, room);
+    for (i = list->sinks; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        if (tier != TKV_HOT)
+            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+    }
+    for (i = 0; i < TKV_TIER_COUNT && !whole; i++) room[i] = TKVI_FOREVER;
 }
 
-/* Adds up what the layers of seq may still take on their way to length `len`: each new block, and each
- * block that comes of age, without counting on what is freed meanwhile, so that any chunking fits. */
+/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
+ * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
+ * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
+ * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_coding *coding = kv->tables.coding;
+    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
+    /* a step that reaches the length may still be aborted */
+    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    memset(need, 0, sizeof need);
+    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    need[TKV_HOT] = blocks - sink;
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
+    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+        tkv_tier due;
+        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
+        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
+        due = tkvi_tier_due(p, p->hot, i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
+        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+    }
+    tkvi_headroom(kv, p, list, ids, room);
+    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > 0) live[coding[p->coding[tier]].size_class] += sign * need[tier];
+    }
+    return 1;
+}
+
+/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
 static void tkvi_promise(tkv_cache *kv, int seq, int len) {
-    int layer, i, c, waiting = 0;
+    int layer, c, waiting = 0;
+    int64_t *mine = tkvi_promised(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.promised[c] -= *tkvi_promised(kv, seq, c);
-        *tkvi_promised(kv, seq, c) = 0;
+        kv->pool.promised[c] -= mine[c];
+        mine[c] = 0;
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++) {
-        const tkvi_plan *p = &kv->tables.plan[layer];
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int64_t need[TKV_TIER_COUNT];
-        int sink, blocks, end, tier;
-        if (p->stored != layer || list->len >= len) continue;
-        waiting = 1;
-        memset(need, 0, sizeof need);
-        blocks = tkvi_new_blocks(kv, p, list, ids, len - list->len, &sink);
-        need[TKV_HOT] = blocks - sink + 1; /* one more for a tail that must be copied first */
-        for (i = list->sinks + list->archive; i < list->n; i++) {
-            end = tkvi_block_end(kv, list, ids, i);
-            need[TKV_WARM] +=
-                tkvi_tier_at(list, i) == TKV_HOT && tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
-            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
-        }
-        for (i = 0; i < blocks; i++) { /* the new ones, as if they began at the length */
-            end = list->len + i * TKVI_BLOCK;
-            need[TKV_WARM] += tkvi_tier_due(p, p->hot, end, len) != TKV_HOT;
-            need[TKV_ARCHIVE] += tkvi_tier_due(p, p->hot, end, len) == TKV_ARCHIVE;
-        }
-        tkvi_add_promise(kv, seq, p->sink_coding, sink);
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) tkvi_add_promise(kv, seq, p->coding[tier], need[tier]);
-    }
-    kv->seq[seq].reserved_len = waiting ? len : 0;
+    kv->seq[seq].reserved_len = len;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    if (!waiting) kv->seq[seq].reserved_len = 0;
+}
+
+/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
+ * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
+ * passes it keeps the promise as well: it may be aborted. */
+static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_seq *s = &kv->seq[seq];
+    int64_t *before = paper->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
+    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(before, paper->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, kv->tables.plan[layer].hot, 0, paper);
+    tkvi_paper_append(kv, seq, layer, n, paper);
+    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(paper->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
+    tkvi_peak_note(paper);
 }
 
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
@@ -341,6 +375,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
         if (rows[i].n > cfg->max_tokens - list->len)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
                              " more tokens");
+        if (rows[i].n > TKVI_FOREVER - *total)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         *total += rows[i].n;
     }
     return TKV_OK;
@@ -388,15 +424,12 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
                          " (cfg.nonfinite can saturate them)");
-    paper = tkvi_paper(kv, rows, n_rows);
-    for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        if (!kv->seq[rows[i].seq].in_step)
-            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, &paper);
-        tkvi_paper_append(kv, rows[i].seq, p->layer, rows[i].n, &paper);
-    }
+    paper = tkvi_paper(kv);
     for (i = 0; i < n_rows; i++)
-        if (!tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n &&
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
     for (i = 0; i < n_rows; i++) {
@@ -405,8 +438,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
-        tkvi_settle(kv, rows[i].seq);
     }
+    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
     if (kv->pool.keep_all)
@@ -427,17 +460,16 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 
 /* >>all layers of a sequence age at once, or nothing happens */
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    tkv_rows rows;
     tkvi_peak paper;
     int layer, pass;
-    rows.seq = seq;
-    rows.n = 0;
-    paper = tkvi_paper(kv, &rows, 1);
+    paper = tkvi_paper(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
     for (pass = 0; pass < 2; pass++) {
         for (layer = 0; layer < kv->tables.cfg.n_layers && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
-                tkvi_age(kv, seq, layer, flush ? 0 : kv->tables.plan[layer].hot, partial,
-                         pass ? NULL : &paper);
+                tkvi_age(kv, seq, layer,
+                         flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
+                         partial, pass ? NULL : &paper);
         if (pass == 0 && !tkvi_peak_ready(&kv->pool, &paper))
             return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                              "no memory to recode blocks", 0, NULL);
@@ -451,12 +483,18 @@ static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+    tkv_status st;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if ((unsigned)mode > TKV_FLUSH_ALL)
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    return tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
+        tkvi_promise(kv, seq, 0);
+        tkvi_trim(&kv->pool);
+    }
+    return st;
 }
 
 /* >>steps */
@@ -489,6 +527,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
                              "");
     }
     kv->seq[seq].in_step = 0;
+    tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -518,9 +557,8 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
-    tkv_rows rows;
     tkvi_peak paper;
-    int len, layer, c, had;
+    int len, layer, had;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -535,15 +573,8 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             goto no_memory;
     }
     had = kv->seq[seq].reserved_len;
-    tkvi_promise(kv, seq, len + n);
-    rows.seq = seq;
-    rows.n = 0;
-    paper = tkvi_paper(kv, &rows, 1);
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        paper.live[c] += *tkvi_promised(kv, seq, c);
-        paper.blocks += *tkvi_promised(kv, seq, c);
-    }
-    tkvi_peak_note(&paper);
+    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    paper = tkvi_paper(kv);
     if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
@@ -583,7 +614,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         int coded = list->archive + list->warm, must = 0;
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->dropped && list->dropped + p->keep - 1 > must) must = list->dropped + p->keep - 1;
+        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed or gone; at least", must,
                              " must stay");

@@ -16,6 +16,7 @@ extern "C" {
 #include "format_kivi.h"
 #include "format_table.h"
 #include "kernels.h"
+#include "kernels_x86.h"
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #include "dispatch.h"

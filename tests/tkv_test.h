@@ -158,14 +158,13 @@ static inline int tkv_test_quick(void) {
     return s && *s && strcmp(s, "0") != 0;
 }
 
-static inline tkv_isa tkv_test_isa(void) {
+static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT for a name that is none */
     const char *s = getenv("TKV_ISA");
     if (!s || !*s || strcmp(s, "auto") == 0) return TKV_ISA_AUTO;
     if (strcmp(s, "scalar") == 0) return TKV_ISA_SCALAR;
     if (strcmp(s, "avx2") == 0) return TKV_ISA_AVX2;
     if (strcmp(s, "avx512") == 0) return TKV_ISA_AVX512;
-    printf("TKV_ISA is \"%s\": use auto, scalar, avx2 or avx512\n", s);
-    exit(2);
+    return TKV_ISA_COUNT;
 }
 
 /* Path of models/x or text/x, or NULL when the file is not there: then SKIP. Valid until the next call. */
@@ -231,6 +230,10 @@ static inline void tkv_test_begin(int argc, char **argv) {
     tkv_isa isa = tkv_test_isa();
     if (argc > 1 && strcmp(argv[1], "--list") == 0) tkv_test_.list = 1;
     else if (argc > 1) tkv_test_.filter = argv[1];
+    if (isa == TKV_ISA_COUNT) {
+        printf("TKV_ISA is \"%s\": use auto, scalar, avx2 or avx512\n", getenv("TKV_ISA"));
+        exit(2);
+    }
     if (isa != TKV_ISA_AUTO && !tkv_isa_available(isa)) {
         tkv_test_.dead = 1;
         if (!tkv_test_.list) printf("%s is not available here\n", tkv_isa_name(isa));

@@ -1,0 +1,1237 @@
+/*
+ * llama.h - a small runner for Llama-family models, for the examples and tests of tieredkv.
+ *
+ *     llama_model m;
+ *     char err[256];
+ *     if (!llama_load("model.gguf", NULL, &m, err, sizeof err)) ...
+ *     tkv_config cfg = {0};
+ *     llama_kv_config(&m, &cfg);
+ *     tkv_create(&cfg, &kv);
+ *     n = llama_tokenize(&m, text, strlen(text), LLAMA_BOS, tokens);
+ *     llama_forward(&m, kv, 0, tokens, n, logits, 1);         m.vocab logits, of the last token
+ *
+ * Reads GGUF v2 and v3 (architecture llama; F32, F16, BF16, Q8_0, Q4_0, Q4_1) and llama2.c's legacy .bin
+ * with its tokenizer.bin. Weights stay as they are in the file; rows are decoded when they are multiplied.
+ * Its only store of keys and values is tieredkv. One thread, C99 that is also C++11, libc and libm.
+ *
+ * A model file is somebody else's bytes: every count, size, offset and type is checked before use, and what
+ * is wrong comes back as one sentence in `err`. Nothing here prints or exits.
+ *
+ * The network: Touvron et al. 2023 (arXiv 2302.13971). The files: gguf.md of ggml, export.py of llama2.c.
+ * In this order: data, bytes, weights, tokenizer, loading, gguf, llama2.c, forward, measuring.
+ */
+#ifndef LLAMA_H
+#define LLAMA_H
+
+#include "../tieredkv.h"
+
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define LLAMA_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define LLAMA_PRINTF(fmt, args)
+#endif
+
+/* >>data */
+/* Types of tensors and kinds of tokens, numbered as in GGUF; tensors of a layer, in llama2.c's order. */
+enum { LLAMA_F32 = 0, LLAMA_F16 = 1, LLAMA_Q4_0 = 2, LLAMA_Q4_1 = 3, LLAMA_Q8_0 = 8, LLAMA_BF16 = 30 };
+enum { LLAMA_NORMAL = 1, LLAMA_UNKNOWN, LLAMA_CONTROL, LLAMA_USER, LLAMA_UNUSED, LLAMA_BYTE };
+enum {
+    LLAMA_NORM1,
+    LLAMA_Q,
+    LLAMA_K,
+    LLAMA_V,
+    LLAMA_O,
+    LLAMA_NORM2,
+    LLAMA_GATE,
+    LLAMA_DOWN,
+    LLAMA_UP,
+    LLAMA_PARTS
+};
+/* llama_tokenize: begin with BOS; take <|im_end|> and the like for tokens. */
+enum { LLAMA_BOS = 1, LLAMA_SPECIAL = 2 };
+enum { LLAMA_MAX_WORD = 1024 }; /* bytes that are tokenized together; a longer word is cut */
+
+typedef struct llama_tensor { /* rows of cols values, each row row_bytes long, at any address */
+    const unsigned char *data;
+    int type, rows, cols;
+    size_t row_bytes;
+} llama_tensor;
+
+typedef struct llama_layer {
+    llama_tensor w[LLAMA_PARTS];
+} llama_layer;
+
+typedef struct llama_entry { /* of the vocabulary, or a merge of two: its first `cut` bytes and the rest */
+    const char *text;
+    int len, cut, kind;
+    float score; /* the best pair is joined first: SentencePiece's score, or minus the rank of a merge */
+} llama_entry;
+
+typedef struct llama_model {
+    int n_layers, n_heads, n_kv_heads, head_dim, v_head_dim, dim, ffn_dim, vocab, context;
+    float eps;
+    float rope_theta; /* the base. May be changed after loading, and so may: */
+    int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats. 1: (i, i + rope_dim/2) */
+    int rope_dim;     /* the first rope_dim channels of a head turn */
+    llama_tensor embedding, final_norm, head, rope_factors;
+    llama_layer *layers;
+    /* tokenizer */
+    int bpe;               /* 1: byte pairs as in GPT-2, 0: SentencePiece */
+    int digits;            /* every digit is a word of its own */
+    int add_space;         /* SentencePiece: a space before the text */
+    int add_bos;           /* this model wants LLAMA_BOS */
+    int bos, eos, unknown; /* tokens; -1: none */
+    int chat;              /* the file has a chat template with <|im_start|> */
+    int byte_token[256];   /* -1: none */
+    llama_entry *entries;  /* vocab tokens, then the merges */
+    int n_entries;
+    int *control, n_control; /* control tokens */
+    int *table;              /* hash of the entries: 1 + index, 0 is free */
+    size_t table_size;       /* a power of two */
+    char *texts;             /* the bytes of all entries */
+    void *file, *tokenizer_file;
+    char note[128]; /* what the user should know, or "" */
+} llama_model;
+
+/* >>bytes */
+typedef struct llama_span { /* bytes to be read. After a read past the end: zeros, and ok is 0 for good */
+    const unsigned char *p;
+    size_t left;
+    int ok;
+} llama_span;
+
+static llama_span llama_span_of(const void *p, size_t n) {
+    llama_span s;
+    s.p = (const unsigned char *)p;
+    s.left = n;
+    s.ok = 1;
+    return s;
+}
+
+static const unsigned char *llama_take(llama_span *s, uint64_t n) {
+    const unsigned char *p = s->p;
+    if (n > s->left) s->ok = 0;
+    if (!s->ok) return NULL;
+    s->p += n;
+    s->left -= (size_t)n;
+    return p;
+}
+
+static uint64_t llama_le(const unsigned char *p, int bytes) { /* little-endian, on every machine */
+    uint64_t v = 0;
+    while (bytes--) v = v << 8 | p[bytes];
+    return v;
+}
+
+static uint64_t llama_int(llama_span *s, int bytes) {
+    const unsigned char *p = llama_take(s, (uint64_t)bytes);
+    return p ? llama_le(p, bytes) : 0;
+}
+
+static float llama_bits(uint64_t u) {
+    const uint32_t low = (uint32_t)u;
+    float f;
+    memcpy(&f, &low, sizeof f);
+    return f;
+}
+
+static llama_span llama_string(llama_span *s) { /* as GGUF writes them: 64 bits of length, then the bytes */
+    uint64_t n = llama_int(s, 8);
+    const unsigned char *p = llama_take(s, n);
+    return llama_span_of(p ? (const void *)p : "", p ? (size_t)n : 0);
+}
+
+static int llama_is(const llama_span *s, const char *text) {
+    return s->left == strlen(text) && memcmp(s->p, text, s->left) == 0;
+}
+
+/* >>weights */
+/* Values and bytes of a block; 0: a type that is not read here. Q4_0 is an fp16 scale and 32 nibbles, with
+ * value = scale * (nibble - 8); Q4_1 has an fp16 minimum too, value = scale * nibble + minimum; Q8_0 is an
+ * fp16 scale and 32 signed bytes. */
+static int llama_block(uint64_t type, int *values, int *bytes) {
+    *values = 32;
+    switch (type) {
+    case LLAMA_F32: *values = 1, *bytes = 4; return 1;
+    case LLAMA_F16: *values = 1, *bytes = 2; return 1;
+    case LLAMA_BF16: *values = 1, *bytes = 2; return 1;
+    case LLAMA_Q4_0: *bytes = 18; return 1;
+    case LLAMA_Q4_1: *bytes = 20; return 1;
+    case LLAMA_Q8_0: *bytes = 34; return 1;
+    default: return 0;
+    }
+}
+
+static int llama_little_endian(void) {
+    const uint16_t one = 1;
+    return *(const unsigned char *)&one;
+}
+
+static float llama_half(const unsigned char *p) {
+    const uint32_t h = (uint32_t)p[0] | (uint32_t)p[1] << 8, magnitude = h & 0x7fff;
+    /* times 2^112: from fp16's exponent to fp32's, subnormals too */
+    float f = llama_bits(magnitude << 13) * 5192296858534827628530496329220096.0f;
+    if (magnitude >= 0x7c00) f = llama_bits(0x7f800000u | magnitude << 13); /* infinity, NaN */
+    return h & 0x8000 ? -f : f;
+}
+
+static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes one row */
+    const unsigned char *p = t->data + (size_t)row * t->row_bytes;
+    int i, j;
+    if (t->type == LLAMA_F32 && llama_little_endian()) {
+        memcpy(out, p, t->row_bytes);
+    } else if (t->type == LLAMA_F32) {
+        for (i = 0; i < t->cols; i++, p += 4) out[i] = llama_bits(llama_le(p, 4));
+    } else if (t->type == LLAMA_F16) {
+        for (i = 0; i < t->cols; i++, p += 2) out[i] = llama_half(p);
+    } else if (t->type == LLAMA_BF16) {
+        for (i = 0; i < t->cols; i++, p += 2) out[i] = llama_bits(llama_le(p, 2) << 16);
+    } else if (t->type == LLAMA_Q8_0) {
+        for (i = 0; i < t->cols; i += 32, p += 34) {
+            const float d = llama_half(p);
+            unsigned char q[32]; /* a copy, so that the compiler sees that out does not overlap it */
+            memcpy(q, p + 2, sizeof q);
+            for (j = 0; j < 32; j++) out[i + j] = d * (float)((q[j] ^ 128) - 128);
+        }
+    } else { /* Q4_0 and Q4_1: byte j holds value j in its low half and value j + 16 in its high half */
+        const int head = t->type == LLAMA_Q4_1 ? 4 : 2;
+        for (i = 0; i < t->cols; i += 32, p += head + 16, out += 32) {
+            const float d = llama_half(p), min = head == 4 ? llama_half(p + 2) : -8.0f * d;
+            unsigned char q[16];
+            memcpy(q, p + head, sizeof q);
+            for (j = 0; j < 16; j++) out[j] = d * (float)(q[j] & 15) + min;
+            for (j = 0; j < 16; j++) out[j + 16] = d * (float)(q[j] >> 4) + min;
+        }
+    }
+}
+
+/* Four floats in one register under gcc and clang, at -O2 too, where gcc 12 would keep an array of sums in
+ * memory. Other compilers take them one by one. */
+#if defined(__GNUC__) || defined(__clang__)
+typedef float llama_vec __attribute__((vector_size(16), aligned(4), may_alias));
+#else
+typedef float llama_vec;
+#endif
+enum { LLAMA_LANES = sizeof(llama_vec) / sizeof(float) };
+#define LLAMA_VEC(p) (*(const llama_vec *)(const void *)(p))
+
+/* Four rows of w times x, and times y unless it is NULL: out[0..3] and out[4..7]. A value is loaded once for
+ * several products, and independent sums hide the time that an addition takes. */
+static void llama_dots(const float *w, size_t cols, const float *x, const float *y, float *out) {
+    const float *w1 = w + cols, *w2 = w1 + cols, *w3 = w2 + cols;
+    llama_vec a0, a1, a2, a3, b0, b1, b2, b3;
+    float lanes[8 * LLAMA_LANES];
+    size_t i = 0, r, j;
+    memset(&a0, 0, sizeof a0);
+    a1 = a2 = a3 = b0 = b1 = b2 = b3 = a0;
+    for (; !y && i + LLAMA_LANES <= cols; i += LLAMA_LANES) {
+        const llama_vec u = LLAMA_VEC(x + i);
+        a0 += LLAMA_VEC(w + i) * u;
+        a1 += LLAMA_VEC(w1 + i) * u;
+        a2 += LLAMA_VEC(w2 + i) * u;
+        a3 += LLAMA_VEC(w3 + i) * u;
+    }
+    for (; y && i + LLAMA_LANES <= cols; i += LLAMA_LANES) {
+        const llama_vec u = LLAMA_VEC(x + i), v = LLAMA_VEC(y + i);
+        const llama_vec t0 = LLAMA_VEC(w + i), t1 = LLAMA_VEC(w1 + i);
+        const llama_vec t2 = LLAMA_VEC(w2 + i), t3 = LLAMA_VEC(w3 + i);
+        a0 += t0 * u;
+        a1 += t1 * u;
+        a2 += t2 * u;
+        a3 += t3 * u;
+        b0 += t0 * v;
+        b1 += t1 * v;
+        b2 += t2 * v;
+        b3 += t3 * v;
+    }
+    {
+        const llama_vec sums[8] = {a0, a1, a2, a3, b0, b1, b2, b3};
+        memcpy(lanes, sums, sizeof lanes);
+    }
+    for (r = 0; r < (y ? 8u : 4u); r++) {
+        float sum = 0;
+        for (j = 0; j < LLAMA_LANES; j++) sum += lanes[r * LLAMA_LANES + j];
+        for (j = i; j < cols; j++) sum += w[r % 4 * cols + j] * (r < 4 ? x : y)[j];
+        out[r] = sum;
+    }
+}
+
+/* out[i] = W x[i] for n vectors. Four rows of W are decoded at a time, once for all vectors; `rows` is room
+ * for 4 * cols floats. */
+static void llama_matmul(const llama_tensor *w, const float *x, int n, float *out, float *rows) {
+    const size_t cols = (size_t)w->cols, height = (size_t)w->rows;
+    const int in_place =
+        w->type == LLAMA_F32 && llama_little_endian() && (uintptr_t)w->data % sizeof(float) == 0;
+    int r, i, j;
+    for (r = 0; r < w->rows; r += 4) {
+        const int m = w->rows - r < 4 ? w->rows - r : 4;
+        const float *four = rows;
+        if (in_place && m == 4) four = (const float *)(const void *)(w->data + (size_t)r * w->row_bytes);
+        for (j = 0; four == rows && j < 4; j++) llama_row(w, r + (j < m ? j : 0), rows + (size_t)j * cols);
+        for (i = 0; i < n; i += 2) {
+            const float *a = x + (size_t)i * cols, *b = i + 1 < n ? a + cols : NULL;
+            float sums[8], *to = out + (size_t)i * height + (size_t)r;
+            llama_dots(four, cols, a, b, sums);
+            memcpy(to, sums, (size_t)m * sizeof *to);
+            if (b) memcpy(to + height, sums + 4, (size_t)m * sizeof *to);
+        }
+    }
+}
+
+static void llama_rmsnorm(const llama_tensor *weight, float eps, const float *x, int n, float *out,
+                          float *row) {
+    const size_t dim = (size_t)weight->cols;
+    size_t i;
+    llama_row(weight, 0, row);
+    for (; n--; x += dim, out += dim) {
+        float s = 0;
+        for (i = 0; i < dim; i++) s += x[i] * x[i];
+        s = 1.0f / sqrtf(s / (float)dim + eps);
+        for (i = 0; i < dim; i++) out[i] = x[i] * s * row[i];
+    }
+}
+
+/* >>tokenizer. Both kinds split a word into its smallest pieces and join neighbours, the best pair first:
+ * byte pairs (Sennrich et al. 2016) by the rank of the merge, SentencePiece by the score of the joined
+ * token. */
+static size_t llama_hash(const char *s, int len, int cut) { /* FNV-1a */
+    uint64_t h = 14695981039346656037u ^ (uint64_t)(unsigned)cut;
+    while (len--) h = (h ^ (unsigned char)*s++) * 1099511628211u;
+    return (size_t)(h ^ h >> 32);
+}
+
+/* The token of these bytes (cut 0), or the merge of their first `cut` bytes with the rest; -1: none. */
+static int llama_find(const llama_model *m, const char *s, int len, int cut) {
+    size_t at = llama_hash(s, len, cut);
+    for (;; at++) {
+        const int i = m->table[at & (m->table_size - 1)] - 1;
+        const llama_entry *e = &m->entries[i < 0 ? 0 : i];
+        if (i < 0 || (e->len == len && e->cut == cut && memcmp(e->text, s, (size_t)len) == 0)) return i;
+    }
+}
+
+#define LLAMA_NEVER (-1e30f)
+static float llama_join_score(const llama_model *m, const char *s, int len, int cut) {
+    const int i = llama_find(m, s, len, m->bpe ? cut : 0);
+    return i < 0 ? LLAMA_NEVER : m->entries[i].score;
+}
+
+static int llama_utf8_len(const char *s, size_t n) { /* of the character at s; 1 for a stray byte */
+    const unsigned char c = (unsigned char)*s;
+    const int len = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
+    int i;
+    if ((size_t)len > n) return 1;
+    for (i = 1; i < len; i++)
+        if (((unsigned char)s[i] & 0xc0) != 0x80) return 1;
+    return len;
+}
+
+static int llama_encode_word(const llama_model *m, const char *s, int len,
+                             int *out) { /* len <= LLAMA_MAX_WORD */
+    int start[LLAMA_MAX_WORD + 1];       /* of each piece */
+    float score[LLAMA_MAX_WORD];         /* of joining it with the next one */
+    int n = 0, count = 0, at, i, best;
+    for (at = 0; at < len; at += m->bpe ? 1 : llama_utf8_len(s + at, (size_t)(len - at))) start[n++] = at;
+    start[n] = len;
+    for (i = 0; i + 1 < n; i++)
+        score[i] = llama_join_score(m, s + start[i], start[i + 2] - start[i], start[i + 1] - start[i]);
+    for (;;) {
+        float high = LLAMA_NEVER;
+        for (i = 0, best = -1; i + 1 < n; i++)
+            if (score[i] > high) best = i, high = score[i];
+        if (best < 0) break;
+        memmove(start + best + 1, start + best + 2, (size_t)(n - best - 1) * sizeof *start);
+        memmove(score + best, score + best + 1, (size_t)(n - best - 2) * sizeof *score);
+        n--;
+        for (i = best > 0 ? best - 1 : 0; i <= best && i + 1 < n; i++)
+            score[i] = llama_join_score(m, s + start[i], start[i + 2] - start[i], start[i + 1] - start[i]);
+    }
+    for (i = 0; i < n; i++) {
+        const int id = llama_find(m, s + start[i], start[i + 1] - start[i], 0);
+        if (id >= 0) out[count++] = id;
+        for (at = start[i]; id < 0 && at < start[i + 1]; at++) { /* not in the vocabulary: byte by byte */
+            const int b = m->byte_token[(unsigned char)s[at]];
+            if (b >= 0 || m->unknown >= 0) out[count++] = b >= 0 ? b : m->unknown;
+        }
+    }
+    return count;
+}
+
+/* Letter, number, space or other. Exact for ASCII, Latin, Greek, Cyrillic, Armenian and punctuation; other
+ * scripts count as letters, their marks and digits included (a full table has 870 entries). */
+static char llama_class(const char *s, size_t n, int *len) {
+    static const struct {
+        uint32_t first;
+        char kind;
+    } from[] = {
+        {0x80, 'O'},    {0x85, 'S'},    {0x86, 'O'},    {0xa0, 'S'},    {0xa1, 'O'},    {0xaa, 'L'},
+        {0xab, 'O'},    {0xb2, 'N'},    {0xb4, 'O'},    {0xb5, 'L'},    {0xb6, 'O'},    {0xb9, 'N'},
+        {0xba, 'L'},    {0xbb, 'O'},    {0xbc, 'N'},    {0xbf, 'O'},    {0xc0, 'L'},    {0xd7, 'O'},
+        {0xd8, 'L'},    {0xf7, 'O'},    {0xf8, 'L'},    {0x2c2, 'O'},   {0x2c6, 'L'},   {0x2d2, 'O'},
+        {0x2e0, 'L'},   {0x2e5, 'O'},   {0x2ec, 'L'},   {0x2ed, 'O'},   {0x2ee, 'L'},   {0x2ef, 'O'},
+        {0x370, 'L'},   {0x375, 'O'},   {0x376, 'L'},   {0x37e, 'O'},   {0x37f, 'L'},   {0x384, 'O'},
+        {0x386, 'L'},   {0x387, 'O'},   {0x388, 'L'},   {0x3f6, 'O'},   {0x3f7, 'L'},   {0x482, 'O'},
+        {0x48a, 'L'},   {0x55a, 'O'},   {0x560, 'L'},   {0x589, 'O'},   {0x5d0, 'L'},   {0x5f3, 'O'},
+        {0x620, 'L'},   {0x64b, 'O'},   {0x660, 'N'},   {0x66a, 'O'},   {0x66e, 'L'},   {0x6d4, 'O'},
+        {0x6d5, 'L'},   {0x93e, 'O'},   {0x958, 'L'},   {0x1680, 'S'},  {0x1681, 'L'},  {0x2000, 'S'},
+        {0x200b, 'O'},  {0x2028, 'S'},  {0x202a, 'O'},  {0x202f, 'S'},  {0x2030, 'O'},  {0x205f, 'S'},
+        {0x2060, 'O'},  {0x2070, 'N'},  {0x207a, 'O'},  {0x2080, 'N'},  {0x208a, 'O'},  {0x2090, 'L'},
+        {0x20a0, 'O'},  {0x2150, 'N'},  {0x218a, 'O'},  {0x2460, 'N'},  {0x249c, 'O'},  {0x24ea, 'N'},
+        {0x2500, 'O'},  {0x2776, 'N'},  {0x2794, 'O'},  {0x2c00, 'L'},  {0x2e00, 'O'},  {0x3000, 'S'},
+        {0x3001, 'O'},  {0x3021, 'N'},  {0x302a, 'O'},  {0x3041, 'L'},  {0x3099, 'O'},  {0x309d, 'L'},
+        {0x4dc0, 'O'},  {0x4e00, 'L'},  {0xfdfc, 'O'},  {0xfe70, 'L'},  {0xff01, 'O'},  {0xff10, 'N'},
+        {0xff1a, 'O'},  {0xff21, 'L'},  {0xff3b, 'O'},  {0xff41, 'L'},  {0xff5b, 'O'},  {0xff66, 'L'},
+        {0xfff9, 'O'},  {0x10000, 'L'}, {0x1d000, 'O'}, {0x1d400, 'L'}, {0x1f000, 'O'}, {0x20000, 'L'},
+        {0xe0001, 'O'},
+    };
+    uint32_t c = (unsigned char)*s;
+    size_t low = 0, high = sizeof from / sizeof *from, i;
+    *len = llama_utf8_len(s, n);
+    if (c < 0x80) {
+        if ((c | 32) >= 'a' && (c | 32) <= 'z') return 'L';
+        return c >= '0' && c <= '9' ? 'N' : c == ' ' || (c >= 9 && c <= 13) ? 'S' : 'O';
+    }
+    if (*len == 1) return 'O'; /* a stray byte */
+    c &= 0xffu >> (*len + 1);
+    for (i = 1; i < (size_t)*len; i++) c = c << 6 | ((unsigned char)s[i] & 0x3f);
+    while (high - low > 1) {
+        size_t mid = (low + high) / 2;
+        if (from[mid].first <= c) low = mid;
+        else high = mid;
+    }
+    return from[low].kind;
+}
+
+/* Length of the first word, by GPT-2's rule:
+ *     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+ * With `digits` (SmolLM) each digit is cut out first and the rule sees what lies between. */
+static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
+    static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
+    size_t at = 0, last = 0, i;
+    int len;
+    char kind = llama_class(s, n, &len), k = kind;
+    if (digits && kind == 'N') return (size_t)len;
+    for (i = 0; i < sizeof endings / sizeof *endings; i++)
+        if (n >= strlen(endings[i]) && memcmp(s, endings[i], strlen(endings[i])) == 0)
+            return strlen(endings[i]);
+    if (*s == ' ' && n > 1) { /* a single space goes with the word behind it */
+        k = llama_class(s + 1, n - 1, &len);
+        if (k != 'S' && !(digits && k == 'N')) kind = k, at = 1;
+    }
+    for (k = kind; at < n; at += (size_t)len) {
+        k = llama_class(s + at, n - at, &len);
+        if (k != kind) break;
+        last = at;
+    }
+    if (kind != 'S' || at == n || (digits && k == 'N')) return at;
+    return last ? last : at; /* of several spaces the last one belongs to what follows */
+}
+
+/* A space begins a word. Exact when no token has a space behind another character, as in Llama's. */
+static size_t llama_word_spm(const char *s, size_t n) {
+    size_t at = 1;
+    while (at < n && !(s[at] == ' ' && s[at - 1] != ' ')) at++;
+    return at;
+}
+
+static int llama_encode_text(const llama_model *m, const char *s, size_t n, int space, int *out) {
+    char first[LLAMA_MAX_WORD];
+    int count = 0;
+    for (; n; space = 0) {
+        const size_t most = n < LLAMA_MAX_WORD ? n : LLAMA_MAX_WORD - 1;
+        size_t word = m->bpe ? llama_word_gpt2(s, most, m->digits) : llama_word_spm(s, most);
+        if (word == most && most < n) /* cut, but not inside a character */
+            while (word > LLAMA_MAX_WORD - 4 && ((unsigned char)s[word] & 0xc0) == 0x80) word--;
+        first[0] = ' ';
+        if (space) memcpy(first + 1, s, word);
+        count += llama_encode_word(m, space ? first : s, (int)word + space, out + count);
+        s += word;
+        n -= word;
+    }
+    return count;
+}
+
+/* Tokens of a text, at most n + 2: `out` has room for them, and n is below 2^31 - 2. */
+static inline int llama_tokenize(const llama_model *m, const char *text, size_t n, int flags, int *out) {
+    int count = 0, n_special = flags & LLAMA_SPECIAL ? m->n_control : 0;
+    size_t from = 0, at = 0;
+    if ((flags & LLAMA_BOS) && m->bos >= 0) out[count++] = m->bos;
+    while (at < n || from < n) {
+        int i = n_special;
+        for (; at < n; at++) {
+            for (i = 0; i < n_special; i++) {
+                const llama_entry *p = &m->entries[m->control[i]];
+                if ((size_t)p->len <= n - at && memcmp(p->text, text + at, (size_t)p->len) == 0) break;
+            }
+            if (i < n_special) break;
+        }
+        if (at > from)
+            count += llama_encode_text(m, text + from, at - from, m->add_space && from == 0, out + count);
+        if (i < n_special) out[count++] = m->control[i], at += (size_t)m->entries[m->control[i]].len;
+        from = at;
+    }
+    return count;
+}
+
+/* The bytes of a token, not terminated and maybe part of a character. `before` is the token before it or -1:
+ * the space that SentencePiece put in front of the text is left out. */
+static inline const char *llama_piece(const llama_model *m, int before, int token, int *len) {
+    const llama_entry *p;
+    int skip;
+    *len = 0;
+    if (token < 0 || token >= m->vocab || m->entries[token].kind == LLAMA_CONTROL) return "";
+    p = &m->entries[token];
+    skip = m->add_space && (before < 0 || before == m->bos) && p->len > 0 && p->text[0] == ' ';
+    *len = p->len - skip;
+    return p->text + skip;
+}
+
+/* >>loading */
+typedef struct llama_key { /* a key of a GGUF file; value stands at its bytes */
+    llama_span name, value;
+    uint64_t type;
+} llama_key;
+
+typedef struct llama_item { /* a tensor of a GGUF file */
+    llama_span name;
+    uint64_t dims[4], type, offset;
+    int used;
+} llama_item;
+
+typedef struct llama_loader {
+    llama_model *m;
+    char *err;
+    size_t err_size;
+    llama_key *keys;
+    llama_item *items;
+    size_t n_keys, n_items, texts_used;
+    llama_span data; /* offsets of tensors count from here */
+} llama_loader;
+
+LLAMA_PRINTF(2, 3)
+static int llama_fail(const llama_loader *l, const char *fmt, ...) { /* always 0 */
+    va_list ap;
+    va_start(ap, fmt);
+    if (l->err && l->err_size) vsnprintf(l->err, l->err_size, fmt, ap);
+    va_end(ap);
+    return 0;
+}
+
+/* Sizes that both formats state. The limits keep every later product far below 2^63. */
+static int llama_check_sizes(const llama_loader *l) {
+    const llama_model *m = l->m;
+    if (m->dim < 1 || m->dim > 1 << 16 || m->ffn_dim < 1 || m->ffn_dim > 1 << 20)
+        return llama_fail(l, "vectors of %d and %d values in the network cannot be", m->dim, m->ffn_dim);
+    if (m->n_layers < 1 || m->n_layers > 4096) return llama_fail(l, "%d layers cannot be", m->n_layers);
+    if (m->vocab < 1 || m->vocab > 1 << 21) return llama_fail(l, "%d tokens cannot be", m->vocab);
+    if (m->context < 1) return llama_fail(l, "a context of %d tokens cannot be", m->context);
+    if (m->n_heads < 1 || m->n_heads > 4096 || m->n_kv_heads < 1 || m->n_heads % m->n_kv_heads)
+        return llama_fail(l, "%d query heads cannot share %d KV heads", m->n_heads, m->n_kv_heads);
+    if (m->head_dim < 1 || m->head_dim > TKV_MAX_HEAD_DIM || m->v_head_dim < 1 ||
+        m->v_head_dim > TKV_MAX_HEAD_DIM)
+        return llama_fail(l, "heads of %d (K) and %d (V) values; tieredkv takes 1 to %d", m->head_dim,
+                          m->v_head_dim, TKV_MAX_HEAD_DIM);
+    if (m->rope_dim < 0 || m->rope_dim > m->head_dim || m->rope_dim % 2)
+        return llama_fail(l, "RoPE over %d of %d channels cannot be", m->rope_dim, m->head_dim);
+    return 1;
+}
+
+enum { LLAMA_1, LLAMA_DIM, LLAMA_FFN, LLAMA_Q_SIZE, LLAMA_K_SIZE, LLAMA_V_SIZE, LLAMA_O_SIZE };
+static const struct {
+    const char *name; /* in GGUF: blk.0.name.weight */
+    int rows, cols;
+} llama_parts[LLAMA_PARTS] = {
+    {"attn_norm", LLAMA_1, LLAMA_DIM},        {"attn_q", LLAMA_Q_SIZE, LLAMA_DIM},
+    {"attn_k", LLAMA_K_SIZE, LLAMA_DIM},      {"attn_v", LLAMA_V_SIZE, LLAMA_DIM},
+    {"attn_output", LLAMA_DIM, LLAMA_O_SIZE}, {"ffn_norm", LLAMA_1, LLAMA_DIM},
+    {"ffn_gate", LLAMA_FFN, LLAMA_DIM},       {"ffn_down", LLAMA_DIM, LLAMA_FFN},
+    {"ffn_up", LLAMA_FFN, LLAMA_DIM},
+};
+
+static int llama_size(const llama_model *m, int which) {
+    const int sizes[7] = {1,
+                          m->dim,
+                          m->ffn_dim,
+                          m->n_heads * m->head_dim,
+                          m->n_kv_heads * m->head_dim,
+                          m->n_kv_heads * m->v_head_dim,
+                          m->n_heads * m->v_head_dim};
+    return sizes[which];
+}
+
+static int llama_alloc_entries(llama_loader *l, size_t n, size_t bytes) {
+    llama_model *m = l->m;
+    int i;
+    m->entries = (llama_entry *)calloc(n + 1, sizeof *m->entries);
+    m->control = (int *)malloc(((size_t)m->vocab + 1) * sizeof *m->control);
+    m->texts = (char *)malloc(bytes + 1);
+    for (i = 0; i < 256; i++) m->byte_token[i] = -1;
+    return m->entries && m->control && m->texts ? 1 : llama_fail(l, "out of memory for the tokenizer");
+}
+
+/* GPT-2 writes a byte as a printable character: 33-126, 161-172 and 174-255 as themselves, the others as 256,
+ * 257, ... The byte that character c stands for, or -1. */
+static int llama_unmapped(int c) {
+    int b, next = 256;
+    for (b = 0; b < 256; b++) {
+        const int printable = (b >= 33 && b <= 126) || (b >= 161 && b != 173);
+        if (c == (printable ? b : next++)) return b;
+    }
+    return -1;
+}
+
+/* Copies the bytes that a token or a part of a merge stands for. `l->texts_used` has been counted. */
+static void llama_add_entry(llama_loader *l, llama_span text, float score, int kind) {
+    llama_model *m = l->m;
+    llama_entry *e = &m->entries[m->n_entries];
+    static const char space[] = "\xe2\x96\x81"; /* U+2581, SentencePiece's space */
+    char *s = m->texts + l->texts_used;
+    const int n = (int)text.left, plain = kind == LLAMA_CONTROL || kind == LLAMA_USER;
+    int at, len, to = 0;
+    unsigned value;
+    memcpy(s, text.p, text.left);
+    s[n] = 0;
+    if (kind == LLAMA_BYTE && n == 6 && sscanf(s, "<0x%2X>", &value) == 1) {
+        m->byte_token[value & 255] = m->n_entries;
+        s[to++] = (char)value;
+    }
+    for (at = to > 0 ? n : 0; at < n; at += len) {
+        len = plain ? 1 : llama_utf8_len(s + at, (size_t)(n - at));
+        if (m->bpe && !plain && len <= 2) {
+            const int c = len == 1 ? (unsigned char)s[at] : (s[at] & 31) << 6 | (s[at + 1] & 63);
+            const int byte = llama_unmapped(c);
+            if (byte >= 0) {
+                s[to++] = (char)byte;
+                continue;
+            }
+        }
+        if (!m->bpe && len == 3 && memcmp(s + at, space, 3) == 0) {
+            s[to++] = ' ';
+            continue;
+        }
+        memmove(s + to, s + at, (size_t)len);
+        to += len;
+    }
+    if (kind == LLAMA_CONTROL && to > 0) m->control[m->n_control++] = m->n_entries;
+    e->text = s, e->len = to, e->score = score, e->kind = kind;
+    l->texts_used += (size_t)to;
+    m->n_entries++;
+}
+
+static int llama_index_entries(llama_loader *l) {
+    llama_model *m = l->m;
+    size_t mask;
+    int i;
+    for (m->table_size = 16; m->table_size / 2 < (size_t)m->n_entries;) m->table_size *= 2;
+    m->table = (int *)calloc(m->table_size, sizeof *m->table);
+    if (!m->table) return llama_fail(l, "out of memory for the tokenizer");
+    mask = m->table_size - 1;
+    for (i = 0; i < m->n_entries; i++) {
+        const llama_entry *e = &m->entries[i];
+        size_t at = llama_hash(e->text, e->len, e->cut);
+        /* a control token is never meant by text, and of two equal ones the first counts */
+        if (e->len == 0 || (e->kind != LLAMA_NORMAL && e->kind != LLAMA_USER)) continue;
+        if (llama_find(m, e->text, e->len, e->cut) >= 0) continue;
+        while (m->table[at & mask]) at++;
+        m->table[at & mask] = i + 1;
+    }
+    for (i = 0; i < 256; i++) {
+        const char c = (char)i;
+        if (m->byte_token[i] < 0) m->byte_token[i] = llama_find(m, &c, 1, 0);
+    }
+    return 1;
+}
+
+/* >>gguf */
+static int llama_skip_value(llama_span *s, uint64_t type) {
+    static const unsigned char sizes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    if (type == 8) {
+        llama_string(s);
+    } else if (type == 9) { /* an array; one of arrays has no use here */
+        const uint64_t of = llama_int(s, 4), n = llama_int(s, 8);
+        uint64_t i;
+        if (of > 12 || of == 9 || n > s->left) s->ok = 0;
+        for (i = 0; of == 8 && s->ok && i < n; i++) llama_string(s);
+        if (of != 8 && s->ok) llama_take(s, n * sizes[of]);
+    } else if (type <= 12) {
+        llama_take(s, sizes[type]);
+    } else {
+        s->ok = 0;
+    }
+    return s->ok;
+}
+
+static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key and tensor */
+    const size_t total = s.left;
+    uint64_t version, n_items, n_keys, n_dims, align = 32, i, d;
+    llama_take(&s, 4); /* "GGUF" */
+    version = llama_int(&s, 4);
+    n_items = llama_int(&s, 8);
+    n_keys = llama_int(&s, 8);
+    if (version != 2 && version != 3)
+        return llama_fail(l, "GGUF version %lu; versions 2 and 3, little-endian, are read",
+                          (unsigned long)version);
+    /* a key takes at least 13 bytes, a tensor 24 */
+    if (!s.ok || n_keys > s.left / 13 || n_items > s.left / 24)
+        return llama_fail(l, "the file is too short for the keys and tensors that it announces");
+    l->keys = (llama_key *)calloc((size_t)n_keys + 1, sizeof *l->keys);
+    l->items = (llama_item *)calloc((size_t)n_items + 1, sizeof *l->items);
+    if (!l->keys || !l->items) return llama_fail(l, "out of memory for the index of the file");
+    for (i = 0; i < n_keys; i++) {
+        llama_key *k = &l->keys[l->n_keys++];
+        k->name = llama_string(&s);
+        k->type = llama_int(&s, 4);
+        k->value = s;
+        if (!llama_skip_value(&s, k->type)) return llama_fail(l, "key %d is damaged or cut short", (int)i);
+        if (llama_is(&k->name, "general.alignment") && k->type == 4) align = llama_le(k->value.p, 4);
+    }
+    for (i = 0; i < n_items; i++) {
+        llama_item *t = &l->items[l->n_items++];
+        t->name = llama_string(&s);
+        n_dims = llama_int(&s, 4);
+        for (d = 0; d < 4; d++) t->dims[d] = d < n_dims ? llama_int(&s, 8) : 1;
+        t->type = llama_int(&s, 4);
+        t->offset = llama_int(&s, 8);
+        if (!s.ok || n_dims > 4) return llama_fail(l, "tensor %d is damaged or cut short", (int)i);
+    }
+    if (align == 0 || (align & (align - 1))) return llama_fail(l, "general.alignment is not a power of two");
+    if (!llama_take(&s, (align - (total - s.left) % align) % align))
+        return llama_fail(l, "the file ends before its tensors");
+    l->data = s;
+    return 1;
+}
+
+static const llama_key *llama_get(const llama_loader *l, const char *name) { /* NULL: there is none */
+    size_t i;
+    for (i = 0; i < l->n_keys; i++)
+        if (llama_is(&l->keys[i].name, name)) return &l->keys[i];
+    return NULL;
+}
+
+/* A whole number from 0 to 2^31 - 1; `absent` if there is none, an error if absent is negative. */
+static int llama_get_int(const llama_loader *l, const char *name, int absent, int *out) {
+    const llama_key *k = llama_get(l, name);
+    const uint64_t t = k ? k->type : 0;
+    uint64_t v;
+    *out = absent;
+    if (!k) return absent >= 0 ? 1 : llama_fail(l, "the file does not state %s", name);
+    if (t != 0 && t != 2 && t != 4 && t != 5 && t != 7 && t != 10 && t != 11)
+        return llama_fail(l, "%s has type %lu and should be a whole number", name, (unsigned long)t);
+    v = llama_le(k->value.p, t == 0 || t == 7 ? 1 : t == 2 ? 2 : t == 4 || t == 5 ? 4 : 8);
+    if (v > INT32_MAX) return llama_fail(l, "%s is out of range", name);
+    *out = (int)v;
+    return 1;
+}
+
+static int llama_get_token(const llama_loader *l, const char *name) { /* -1: none */
+    const llama_key *k = llama_get(l, name);
+    const uint64_t v = k && k->type == 4 ? llama_le(k->value.p, 4) : UINT64_MAX;
+    return v < (uint64_t)l->m->vocab ? (int)v : -1;
+}
+
+static int llama_get_float(const llama_loader *l, const char *name, float absent, float *out) {
+    const llama_key *k = llama_get(l, name);
+    const uint64_t bits = k && k->type == 6 ? llama_le(k->value.p, 4) : 0;
+    *out = absent;
+    if (!k) return 1;
+    *out = llama_bits(bits);
+    /* positive floats are in the order of their bits, and this says no to NaN under -ffast-math too */
+    return bits > 0 && bits < 0x7f000000 ? 1 : llama_fail(l, "%s is not a positive float", name);
+}
+
+static llama_span llama_get_string(const llama_loader *l, const char *name) { /* empty if there is none */
+    const llama_key *k = llama_get(l, name);
+    llama_span s = llama_span_of("", 0);
+    if (k && k->type == 8) s = k->value, s = llama_string(&s);
+    return s;
+}
+
+/* The elements of an array, *n of them unless *n is 0, which becomes the count. Empty if there is none. */
+static int llama_get_array(const llama_loader *l, const char *name, uint64_t type, uint64_t *n,
+                           llama_span *out) {
+    const llama_key *k = llama_get(l, name);
+    uint64_t count;
+    *out = llama_span_of("", 0);
+    if (!k) return 1;
+    *out = k->value;
+    if (k->type != 9 || llama_int(out, 4) != type)
+        return llama_fail(l, "%s is not the array it should be", name);
+    count = llama_int(out, 8);
+    if (*n && count != *n) return llama_fail(l, "%s does not have one value for each token", name);
+    *n = count;
+    return 1;
+}
+
+/* A word from the file, made safe to print. */
+static const char *llama_shown(const llama_span *s, char *buf, size_t size) {
+    size_t i;
+    for (i = 0; i < s->left && i + 1 < size; i++)
+        buf[i] = s->p[i] > 32 && s->p[i] < 127 ? (char)s->p[i] : '?';
+    buf[i] = 0;
+    return buf;
+}
+
+static llama_item *llama_find_item(const llama_loader *l, const char *name) {
+    size_t i;
+    for (i = 0; i < l->n_items; i++)
+        if (llama_is(&l->items[i].name, name)) return &l->items[i];
+    return NULL;
+}
+
+static int llama_get_tensor(const llama_loader *l, const char *name, int rows, int cols, llama_tensor *out) {
+    llama_item *t = llama_find_item(l, name);
+    int values, bytes;
+    uint64_t size;
+    if (!t) return llama_fail(l, "the file has no tensor %s", name);
+    if (t->dims[0] != (uint64_t)cols || t->dims[1] != (uint64_t)rows || t->dims[2] != 1 || t->dims[3] != 1)
+        return llama_fail(l, "tensor %s should have the size %d x %d", name, cols, rows);
+    if (!llama_block(t->type, &values, &bytes) || cols % values)
+        return llama_fail(l, "tensor %s has type %lu; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read", name,
+                          (unsigned long)t->type);
+    out->type = (int)t->type, out->rows = rows, out->cols = cols;
+    out->row_bytes = (size_t)(cols / values) * (size_t)bytes;
+    size = (uint64_t)rows * out->row_bytes;
+    if (t->offset > l->data.left || size > l->data.left - t->offset)
+        return llama_fail(l, "tensor %s lies outside the file", name);
+    out->data = l->data.p + t->offset;
+    t->used = 1;
+    return 1;
+}
+
+static size_t llama_strings_size(llama_span s, uint64_t n) { /* room that the next n strings take at most */
+    const size_t before = s.left;
+    while (n--) llama_string(&s);
+    return before - s.left;
+}
+
+static int llama_gguf_tokenizer(llama_loader *l) {
+    llama_model *m = l->m;
+    llama_span tokens, scores, kinds, merges, text = llama_get_string(l, "tokenizer.ggml.model");
+    uint64_t n = 0, n_merges = 0, i;
+    char shown[40];
+    m->bpe = llama_is(&text, "gpt2");
+    if (!m->bpe && !llama_is(&text, "llama"))
+        return llama_fail(l, "tokenizer '%s'; gpt2 and llama are read",
+                          llama_shown(&text, shown, sizeof shown));
+    if (!llama_get_array(l, "tokenizer.ggml.tokens", 8, &n, &tokens)) return 0;
+    if (n < 1 || n > 1 << 21) return llama_fail(l, "a vocabulary of %lu tokens cannot be", (unsigned long)n);
+    if (!llama_get_array(l, "tokenizer.ggml.scores", 6, &n, &scores) ||
+        !llama_get_array(l, "tokenizer.ggml.token_type", 5, &n, &kinds) ||
+        !llama_get_array(l, "tokenizer.ggml.merges", 8, &n_merges, &merges))
+        return 0;
+    if (!m->bpe) n_merges = 0;
+    if (n_merges > 1 << 22) return llama_fail(l, "%lu merges cannot be", (unsigned long)n_merges);
+    m->vocab = (int)n;
+    if (!llama_alloc_entries(l, (size_t)(n + n_merges),
+                             llama_strings_size(tokens, n) + llama_strings_size(merges, n_merges)))
+        return 0;
+    for (i = 0; i < n; i++) {
+        const float score = llama_bits(llama_int(&scores, 4));
+        const int kind = kinds.left ? (int)llama_int(&kinds, 4) : LLAMA_NORMAL;
+        text = llama_string(&tokens);
+        if (text.left > 1 << 16)
+            return llama_fail(l, "token %d is %lu bytes long", (int)i, (unsigned long)text.left);
+        llama_add_entry(l, text, score, kind);
+    }
+    for (i = 0; i < n_merges; i++) { /* "left right" */
+        llama_entry *e = &m->entries[m->n_entries];
+        llama_span left = llama_string(&merges), right = left;
+        const unsigned char *space = (const unsigned char *)memchr(left.p, ' ', left.left);
+        if (!space || left.left > 1 << 16)
+            return llama_fail(l, "merge %d is not two pieces and a space", (int)i);
+        left.left = (size_t)(space - left.p);
+        llama_take(&right, left.left + 1);
+        llama_add_entry(l, left, 0, LLAMA_NORMAL);
+        llama_add_entry(l, right, 0, LLAMA_NORMAL);
+        m->n_entries--; /* their bytes follow each other, so the two become one */
+        e->cut = e->len;
+        e->len += e[1].len;
+        e->score = -(float)i;
+    }
+    m->bos = llama_get_token(l, "tokenizer.ggml.bos_token_id");
+    m->eos = llama_get_token(l, "tokenizer.ggml.eos_token_id");
+    m->unknown = llama_get_token(l, "tokenizer.ggml.unknown_token_id");
+    if (!llama_get_int(l, "tokenizer.ggml.add_bos_token", !m->bpe, &m->add_bos) ||
+        !llama_get_int(l, "tokenizer.ggml.add_space_prefix", !m->bpe, &m->add_space))
+        return 0;
+    text = llama_get_string(l, "tokenizer.ggml.pre");
+    m->digits = llama_is(&text, "smollm");
+    if (m->bpe && !m->digits && !llama_is(&text, "gpt-2") && !llama_is(&text, "default"))
+        snprintf(m->note, sizeof m->note, "pre-tokenizer '%s' is not known here; gpt-2's takes its place",
+                 llama_shown(&text, shown, sizeof shown));
+    text = llama_get_string(l, "tokenizer.chat_template");
+    for (; text.left >= 12 && !m->chat; llama_take(&text, 1))
+        m->chat = memcmp(text.p, "<|im_start|>", 12) == 0;
+    return llama_index_entries(l);
+}
+
+static int llama_load_gguf(llama_loader *l, llama_span file) {
+    llama_model *m = l->m;
+    llama_span text;
+    char shown[64];
+    size_t i;
+    int layer, t;
+    if (!llama_index_gguf(l, file)) return 0;
+    text = llama_get_string(l, "general.architecture");
+    if (!llama_is(&text, "llama"))
+        return llama_fail(l, "architecture '%s'; only llama is read",
+                          llama_shown(&text, shown, sizeof shown));
+    if (!llama_gguf_tokenizer(l) || !llama_get_int(l, "llama.block_count", -1, &m->n_layers) ||
+        !llama_get_int(l, "llama.embedding_length", -1, &m->dim) ||
+        !llama_get_int(l, "llama.feed_forward_length", -1, &m->ffn_dim) ||
+        !llama_get_int(l, "llama.context_length", 2048, &m->context) ||
+        !llama_get_int(l, "llama.attention.head_count", -1, &m->n_heads) ||
+        !llama_get_int(l, "llama.attention.head_count_kv", m->n_heads, &m->n_kv_heads) ||
+        !llama_get_int(l, "llama.attention.key_length", m->dim / (m->n_heads ? m->n_heads : 1),
+                       &m->head_dim) ||
+        !llama_get_int(l, "llama.attention.value_length", m->head_dim, &m->v_head_dim) ||
+        !llama_get_int(l, "llama.rope.dimension_count", m->head_dim, &m->rope_dim) ||
+        !llama_get_float(l, "llama.rope.freq_base", 10000.0f, &m->rope_theta) ||
+        !llama_get_float(l, "llama.attention.layer_norm_rms_epsilon", 1e-5f, &m->eps) ||
+        !llama_check_sizes(l))
+        return 0;
+    text = llama_get_string(l, "llama.rope.scaling.type");
+    if (text.left && !llama_is(&text, "none"))
+        return llama_fail(l, "RoPE scaling '%s' is not done here", llama_shown(&text, shown, sizeof shown));
+    if (!llama_get_tensor(l, "token_embd.weight", m->vocab, m->dim, &m->embedding) ||
+        !llama_get_tensor(l, "output_norm.weight", 1, m->dim, &m->final_norm))
+        return 0;
+    m->head = m->embedding; /* tied, unless: */
+    if (llama_find_item(l, "output.weight") &&
+        !llama_get_tensor(l, "output.weight", m->vocab, m->dim, &m->head))
+        return 0;
+    if (llama_find_item(l, "rope_freqs.weight") && /* Llama 3.1: divides each pair's frequency */
+        !llama_get_tensor(l, "rope_freqs.weight", 1, m->rope_dim / 2, &m->rope_factors))
+        return 0;
+    m->layers = (llama_layer *)calloc((size_t)m->n_layers, sizeof *m->layers);
+    if (!m->layers) return llama_fail(l, "out of memory for %d layers", m->n_layers);
+    for (layer = 0; layer < m->n_layers; layer++) {
+        for (t = 0; t < LLAMA_PARTS; t++) {
+            snprintf(shown, sizeof shown, "blk.%d.%s.weight", layer, llama_parts[t].name);
+            if (!llama_get_tensor(l, shown, llama_size(m, llama_parts[t].rows),
+                                  llama_size(m, llama_parts[t].cols), &m->layers[layer].w[t]))
+                return 0;
+        }
+    }
+    for (i = 0; i < l->n_items; i++) /* a bias, say: to leave it out would be a quiet mistake */
+        if (!l->items[i].used)
+            return llama_fail(l, "tensor %s has no place in a plain Llama",
+                              llama_shown(&l->items[i].name, shown, sizeof shown));
+    return 1;
+}
+
+/* >>llama2.c: seven int32, then all tensors as float, the layers of one kind together. */
+static void llama_slice(llama_span *s, int rows, int cols, llama_tensor *out) {
+    out->type = LLAMA_F32;
+    out->rows = rows;
+    out->cols = cols;
+    out->row_bytes = (size_t)cols * 4;
+    out->data = llama_take(s, (uint64_t)rows * (uint64_t)cols * 4);
+}
+
+static int llama_load_llama2c(llama_loader *l, llama_span file, llama_span tok) {
+    llama_model *m = l->m;
+    const int separate_head = file.left > 23 && file.p[23] > 127; /* the vocabulary's sign says so */
+    uint64_t vocab;
+    int i, t;
+    m->dim = (int)(int32_t)llama_int(&file, 4);
+    m->ffn_dim = (int)(int32_t)llama_int(&file, 4);
+    m->n_layers = (int)(int32_t)llama_int(&file, 4);
+    m->n_heads = (int)(int32_t)llama_int(&file, 4);
+    m->n_kv_heads = (int)(int32_t)llama_int(&file, 4);
+    vocab = llama_int(&file, 4);
+    m->vocab = (int)(int32_t)(separate_head ? 0 - vocab : vocab);
+    m->context = (int)(int32_t)llama_int(&file, 4);
+    m->head_dim = m->v_head_dim = m->rope_dim = m->n_heads > 0 ? m->dim / m->n_heads : 0;
+    m->rope_theta = 10000.0f;
+    m->eps = 1e-5f;
+    if (!llama_check_sizes(l) || m->dim % m->n_heads)
+        return llama_fail(l, "neither a GGUF file nor a llama2.c checkpoint");
+    m->layers = (llama_layer *)calloc((size_t)m->n_layers, sizeof *m->layers);
+    if (!m->layers) return llama_fail(l, "out of memory for %d layers", m->n_layers);
+    llama_slice(&file, m->vocab, m->dim, &m->embedding);
+    for (t = 0; t < LLAMA_PARTS; t++)
+        for (i = 0; i < m->n_layers; i++)
+            llama_slice(&file, llama_size(m, llama_parts[t].rows), llama_size(m, llama_parts[t].cols),
+                        &m->layers[i].w[t]);
+    llama_slice(&file, 1, m->dim, &m->final_norm);
+    llama_take(&file, (uint64_t)m->context * (uint64_t)m->head_dim * 4); /* cosines and sines, not used */
+    m->head = m->embedding;
+    if (separate_head) llama_slice(&file, m->vocab, m->dim, &m->head);
+    if (!file.ok || file.left)
+        return llama_fail(l, "a llama2.c checkpoint whose size is not what its header says");
+
+    if (!tok.left) return llama_fail(l, "a llama2.c checkpoint needs its tokenizer.bin, and there is none");
+    m->add_bos = m->add_space = m->bos = 1;
+    m->eos = m->vocab > 2 ? 2 : -1;
+    m->unknown = 0;
+    llama_take(&tok, 4); /* length of the longest token */
+    if (!llama_alloc_entries(l, (size_t)m->vocab, tok.left)) return 0;
+    for (i = 0; i < m->vocab; i++) {
+        const float score = llama_bits(llama_int(&tok, 4));
+        const uint64_t n = llama_int(&tok, 4);
+        const unsigned char *p = llama_take(&tok, n);
+        if (!p || n > 1 << 16) return llama_fail(l, "this is not a tokenizer.bin of %d tokens", m->vocab);
+        t = i == 0 ? LLAMA_UNKNOWN : i < 3 ? LLAMA_CONTROL : LLAMA_NORMAL;
+        if (n == 6 && memcmp(p, "<0x", 3) == 0) t = LLAMA_BYTE;
+        llama_add_entry(l, llama_span_of(p, (size_t)n), score, t);
+    }
+    if (tok.left) return llama_fail(l, "the tokenizer.bin has more than the model's %d tokens", m->vocab);
+    return llama_index_entries(l);
+}
+
+static inline void llama_free(llama_model *m) {
+    free(m->layers);
+    free(m->entries);
+    free(m->control);
+    free(m->table);
+    free(m->texts);
+    free(m->file);
+    free(m->tokenizer_file);
+    memset(m, 0, sizeof *m);
+}
+
+/* From memory, which must stay as long as the model. `tok` is llama2.c's tokenizer.bin, or NULL and 0 for
+ * GGUF. 1, or 0 with a sentence in err; then there is nothing to free. */
+static inline int llama_load_memory(const void *data, size_t size, const void *tok, size_t tok_size,
+                                    llama_model *m, char *err, size_t err_size) {
+    llama_loader l;
+    int ok;
+    memset(m, 0, sizeof *m);
+    memset(&l, 0, sizeof l);
+    m->bos = m->eos = m->unknown = -1;
+    l.m = m, l.err = err, l.err_size = err_size;
+    if (size >= 4 && memcmp(data, "GGUF", 4) == 0) ok = llama_load_gguf(&l, llama_span_of(data, size));
+    else ok = llama_load_llama2c(&l, llama_span_of(data, size), llama_span_of(tok, tok_size));
+    free(l.keys);
+    free(l.items);
+    if (!ok) llama_free(m);
+    return ok;
+}
+
+static void *llama_read_file(const char *path, size_t *size) { /* NULL: no such file, or it cannot be read */
+    FILE *f = fopen(path, "rb");
+    void *data = NULL;
+    long n = -1;
+    if (f && fseek(f, 0, SEEK_END) == 0) n = ftell(f);
+    if (n >= 0 && n < LONG_MAX && fseek(f, 0, SEEK_SET) == 0) data = malloc((size_t)n + 1);
+    *size = data ? fread(data, 1, (size_t)n, f) : 0;
+    if (data && *size != (size_t)n) {
+        free(data);
+        data = NULL;
+    }
+    if (f) fclose(f);
+    return data;
+}
+
+/* From a file. A llama2.c checkpoint takes its tokenizer from tokenizer_path or, if that is NULL, from
+ * tok<vocabulary>.bin or tokenizer.bin in the same directory. */
+static inline int llama_load(const char *path, const char *tokenizer_path, llama_model *m, char *err,
+                             size_t err_size) {
+    size_t size, tok_size = 0, dir = strlen(path);
+    void *data = llama_read_file(path, &size), *tok = NULL;
+    char *name = (char *)malloc(dir + 32);
+    int ok = 0;
+    if (tokenizer_path) {
+        tok = llama_read_file(tokenizer_path, &tok_size);
+    } else if (name && size >= 24 && memcmp(data, "GGUF", 4) != 0) {
+        const int vocab = (int)(int32_t)llama_le((const unsigned char *)data + 20, 4);
+        while (dir && path[dir - 1] != '/' && path[dir - 1] != '\\') dir--;
+        snprintf(name, dir + 32, "%.*stok%d.bin", (int)dir, path, vocab);
+        tok = llama_read_file(name, &tok_size);
+        snprintf(name, dir + 32, "%.*stokenizer.bin", (int)dir, path);
+        if (!tok) tok = llama_read_file(name, &tok_size);
+    }
+    if (!data || (tokenizer_path && !tok))
+        snprintf(err, err_size, "cannot read %s", data ? tokenizer_path : path);
+    else ok = llama_load_memory(data, size, tok, tok_size, m, err, err_size);
+    free(name);
+    if (ok) {
+        m->file = data;
+        m->tokenizer_file = tok;
+    } else {
+        free(data);
+        free(tok);
+    }
+    return ok;
+}
+
+/* >>forward */
+/* Stores n keys and values [n][n_kv_heads][head_dim] of a layer and attends to all so far with n queries:
+ * out is [n][n_heads][v_head_dim]. llama_forward does it by tieredkv; a test has arrays in this place. */
+typedef tkv_status (*llama_attention)(void *ctx, int layer, const float *q, const float *k, const float *v,
+                                      int n, float *out);
+
+/* x: n tokens of n_heads * head_dim values; turns each pair of channels by position * frequency. */
+static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const float *turn) {
+    const int pairs = m->rope_dim / 2, step = m->rope_halves ? 1 : 2, apart = m->rope_halves ? pairs : 1;
+    int i, h, j;
+    for (i = 0; i < n; i++, turn += 2 * pairs) {
+        for (h = 0; h < n_heads; h++, x += m->head_dim) {
+            for (j = 0; j < pairs; j++) {
+                float *a = x + j * step, *b = a + apart;
+                const float c = turn[2 * j], s = turn[2 * j + 1], t = *a * s + *b * c;
+                *a = *a * c - *b * s;
+                *b = t;
+            }
+        }
+    }
+}
+
+/* Evaluates n tokens at positions pos, pos + 1, ... and gives the logits of the last n_logits (0 .. n). */
+static inline tkv_status llama_forward_with(const llama_model *m, const int *tokens, int n, int pos,
+                                            llama_attention attention, void *ctx, float *logits,
+                                            int n_logits) {
+    const size_t dim = (size_t)m->dim, ffn = (size_t)m->ffn_dim, count = (size_t)n,
+                 pairs = (size_t)(m->rope_dim / 2);
+    const size_t q_size = (size_t)(m->n_heads * m->head_dim), k_size = (size_t)(m->n_kv_heads * m->head_dim);
+    const size_t v_size = (size_t)(m->n_kv_heads * m->v_head_dim),
+                 o_size = (size_t)(m->n_heads * m->v_head_dim);
+    const size_t widest = dim + ffn + o_size + pairs; /* no row is wider */
+    const size_t per_token = 2 * dim + q_size + k_size + v_size + o_size + 2 * ffn + 2 * pairs;
+    float *x, *norm, *q, *k, *v, *o, *gate, *up, *turn, *rows;
+    tkv_status status = TKV_OK;
+    size_t i, j;
+    int layer;
+    if (n < 1 || n_logits < 0 || n_logits > n || pos < 0 || (n_logits && !logits)) return TKV_ERR_ARG;
+    for (i = 0; i < count; i++)
+        if (tokens[i] < 0 || tokens[i] >= m->vocab) return TKV_ERR_ARG;
+    if (count > (SIZE_MAX / sizeof *x - 4 * widest) / per_token) return TKV_ERR_NOMEM;
+    x = (float *)malloc((count * per_token + 4 * widest) * sizeof *x);
+    if (!x) return TKV_ERR_NOMEM;
+    norm = x + count * dim;
+    q = norm + count * dim;
+    k = q + count * q_size;
+    v = k + count * k_size;
+    o = v + count * v_size;
+    gate = o + count * o_size;
+    up = gate + count * ffn;
+    turn = up + count * ffn;
+    rows = turn + count * 2 * pairs;
+
+    if (m->rope_factors.data) llama_row(&m->rope_factors, 0, rows);
+    for (j = 0; j < pairs; j++) {
+        double frequency = pow((double)m->rope_theta, -2.0 * (double)j / (double)m->rope_dim);
+        if (m->rope_factors.data) frequency /= (double)rows[j];
+        for (i = 0; i < count; i++) {
+            turn[2 * (i * pairs + j)] = (float)cos(frequency * (double)((size_t)pos + i));
+            turn[2 * (i * pairs + j) + 1] = (float)sin(frequency * (double)((size_t)pos + i));
+        }
+    }
+    for (i = 0; i < count; i++) llama_row(&m->embedding, tokens[i], x + i * dim);
+    for (layer = 0; layer < m->n_layers && status == TKV_OK; layer++) {
+        const llama_tensor *w = m->layers[layer].w;
+        llama_rmsnorm(&w[LLAMA_NORM1], m->eps, x, n, norm, rows);
+        llama_matmul(&w[LLAMA_Q], norm, n, q, rows);
+        llama_matmul(&w[LLAMA_K], norm, n, k, rows);
+        llama_matmul(&w[LLAMA_V], norm, n, v, rows);
+        llama_rope(m, q, n, m->n_heads, turn);
+        llama_rope(m, k, n, m->n_kv_heads, turn);
+        status = attention(ctx, layer, q, k, v, n, o);
+        if (status != TKV_OK) break;
+        llama_matmul(&w[LLAMA_O], o, n, norm, rows);
+        for (i = 0; i < count * dim; i++) x[i] += norm[i];
+
+        llama_rmsnorm(&w[LLAMA_NORM2], m->eps, x, n, norm, rows);
+        llama_matmul(&w[LLAMA_GATE], norm, n, gate, rows);
+        llama_matmul(&w[LLAMA_UP], norm, n, up, rows);
+        for (i = 0; i < count * ffn; i++) gate[i] *= up[i] / (1.0f + expf(-gate[i])); /* SwiGLU */
+        llama_matmul(&w[LLAMA_DOWN], gate, n, norm, rows);
+        for (i = 0; i < count * dim; i++) x[i] += norm[i];
+    }
+    if (status == TKV_OK && n_logits) {
+        llama_rmsnorm(&m->final_norm, m->eps, x + (count - (size_t)n_logits) * dim, n_logits, norm, rows);
+        llama_matmul(&m->head, norm, n_logits, logits, rows);
+    }
+    free(x);
+    return status;
+}
+
+typedef struct llama_cache {
+    tkv_cache *kv;
+    int seq;
+} llama_cache;
+
+static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                               float *out) {
+    const llama_cache *c = (const llama_cache *)ctx;
+    const tkv_status status = tkv_append(c->kv, c->seq, layer, k, v, n);
+    return status == TKV_OK ? tkv_attend(c->kv, c->seq, layer, q, n, out) : status;
+}
+
+/* The same with keys and values in sequence seq of a cache, behind what it holds. On an error the cache is as
+ * before. n is at most cfg.max_append. */
+static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int seq, const int *tokens, int n,
+                                       float *logits, int n_logits) {
+    llama_cache cache;
+    const int pos = tkv_seq_len(kv, seq);
+    tkv_status status = tkv_begin(kv, seq);
+    cache.kv = kv, cache.seq = seq;
+    if (status != TKV_OK) return status;
+    status = llama_forward_with(m, tokens, n, pos, llama_tiered, &cache, logits, n_logits);
+    if (status == TKV_OK) return tkv_commit(kv, seq);
+    tkv_abort(kv, seq);
+    return status;
+}
+
+static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* the model's part of it */
+    cfg->n_layers = m->n_layers;
+    cfg->n_heads = m->n_heads;
+    cfg->n_kv_heads = m->n_kv_heads;
+    cfg->head_dim = m->head_dim;
+    cfg->v_head_dim = m->v_head_dim;
+}
+
+/* How many of the next `left` tokens to evaluate together when pos are there: up to the place where a block
+ * leaves the hot tail. Chunks cut there see exactly what token by token would see. */
+static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
+    const int sinks = cfg->sink_tokens == TKV_NONE ? 0 : cfg->sink_tokens ? cfg->sink_tokens : 4;
+    const int hot = cfg->hot_tokens < 0 ? 0 : cfg->hot_tokens ? cfg->hot_tokens : 64;
+    const int most = cfg->max_append ? cfg->max_append : 512;
+    int n = sinks + hot - pos;
+    if (n <= 0) n = TKV_BLOCK_TOKENS - (-n) % TKV_BLOCK_TOKENS;
+    if (n > most) n = most;
+    return n < left ? n : left;
+}
+
+/* >>measuring */
+static double llama_log_sum_exp(const float *logits, int n) {
+    float high = logits[0];
+    double sum = 0;
+    int i;
+    for (i = 1; i < n; i++)
+        if (logits[i] > high) high = logits[i];
+    for (i = 0; i < n; i++) sum += (double)expf(logits[i] - high);
+    return (double)high + log(sum);
+}
+
+static inline double llama_loss(const float *logits, int n, int token) { /* -log p(token), in nats */
+    return llama_log_sum_exp(logits, n) - (double)logits[token];
+}
+
+static inline double llama_divergence(const float *exact, const float *other, int n) { /* KL, in nats */
+    const double a = llama_log_sum_exp(exact, n), b = llama_log_sum_exp(other, n);
+    double sum = 0;
+    int i;
+    for (i = 0; i < n; i++) {
+        const double p = (double)exact[i] - a, q = (double)other[i] - b;
+        sum += (double)expf((float)p) * (p - q);
+    }
+    return sum;
+}
+
+static inline int llama_argmax(const float *logits, int n) {
+    int i, best = 0;
+    for (i = 1; i < n; i++)
+        if (logits[i] > logits[best]) best = i;
+    return best;
+}
+
+#endif /* LLAMA_H */

@@ -1,0 +1,260 @@
+/*
+ * kernels_x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
+ * sets, prefetching, and the part of integer attention that has no vectors in it.
+ *
+ * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
+ * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
+ * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
+ * registers. Calls kernels.h and below.
+ */
+#ifndef TKVI_KERNELS_X86_H
+#define TKVI_KERNELS_X86_H
+
+#include "kernels.h"
+
+/* >>compilers */
+/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ALIGNED __attribute__((aligned(64)))
+#elif defined(_MSC_VER)
+#define TKVI_ALIGNED __declspec(align(64))
+#else
+#define TKVI_ALIGNED
+#endif
+
+#if !defined(TKV_NO_SIMD) && (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
+#define TKVI_X86
+#define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define TKVI_FLAT static inline __attribute__((always_inline))
+#ifndef TKV_NO_AVX512
+#define TKVI_AVX512
+#if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
+     __clang_major__ <= 21) ||                                                                               \
+    (!defined(__clang__) && (__GNUC__ == 14 || __GNUC__ == 15))
+#define TKVI_TARGET_AVX512                                                                                   \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,evex512")))
+#else
+#define TKVI_TARGET_AVX512                                                                                   \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#endif
+#endif
+#elif defined(_MSC_VER)
+/* Intrinsics need no flag. AVX-512 only when asked for: MSVC 19.38 let it leak into AVX2 code. */
+#define TKVI_X86
+#define TKVI_TARGET_AVX2
+#define TKVI_FLAT static __forceinline
+#if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
+#define TKVI_AVX512
+#define TKVI_TARGET_AVX512
+#endif
+#endif
+#endif
+
+#ifdef TKVI_X86
+#include <immintrin.h>
+
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+#define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
+#define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
+
+/* >>shared pieces, without vectors */
+/* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
+TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
+    return next ? (uintptr_t)next - (uintptr_t)src : 0u;
+}
+
+/* Into L2: a core has few requests for L1 under way (Zen 4: 12 GB/s), far more for L2 (20 GB/s and up). */
+TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
+#else
+    _mm_prefetch((const char *)((uintptr_t)p + ahead), _MM_HINT_T1);
+#endif
+}
+
+TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+    int i;
+    for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
+}
+
+/* Four weights of neighbouring channels or tokens, to be broadcast. */
+TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
+    int32_t x;
+    memcpy(&x, w, 4);
+    return x;
+}
+
+/* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
+/* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
+typedef struct tkvi_folding {
+    const float *x, *scale, *zero; /* x: [row][n] */
+    const float *ref;              /* K; NULL in V */
+    const uint8_t *centre2;        /* [n] twice the centre of the codes that a weight meets */
+    float half;                    /* centre2 times half is tkvi_centre */
+    int n, planes;
+    /* Out: rounded weights [weight row][w_stride]. A weight row is one plane of one row: a second plane is
+     * nothing but a row more. Room for one row more, and to the next multiple of 64 in each. */
+    int8_t *w;
+    int w_stride;
+} tkvi_folding;
+
+/* The answer of row r is  half_step * (2 sum w code - middle) + rest  with
+ * middle = sum w centre2,  rest = sum x (zero - ref + centre scale). */
+typedef struct tkvi_fold {
+    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
+    int32_t middle[TKVI_ROWS];
+} tkvi_fold;
+
+/* Multiply codes by weights. */
+typedef struct tkvi_products {
+    const tkvi_side *s;
+    const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
+    int half;                   /* number of the first 1-bit half */
+    int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
+    uintptr_t ahead;
+    const uint8_t *rest,
+        *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
+    const int8_t *w; /* [weight row][w_stride] */
+    int w_stride;
+    int w_group;  /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    int32_t *sum; /* [weight row][64] by lane; V uses the first 16 or 32 */
+} tkvi_products;
+
+typedef void (*tkvi_dot)(tkvi_products *d);
+
+typedef struct tkvi_steps {
+    tkvi_halves halves;
+    void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    void (*multiply)(tkvi_products *d, int weight_rows);
+    /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
+    void (*unfold)(const int32_t *sum, int planes, const tkvi_fold *f, int r, int n, int add, float *out);
+    int bias; /* what `multiply` adds to levels of a table to make them unsigned */
+} tkvi_steps;
+
+static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
+    return s->levels ? 2 * v->bias : (1 << width) - 1;
+}
+
+static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
+    d->s = s;
+    d->wide = src;
+    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->rest = d->tops;
+    d->end = src + s->bytes;
+    d->half = 0;
+    d->ahead = ahead;
+}
+
+TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
+    if (d->rest < d->end) {
+        tkvi_prefetch(d->rest, d->ahead);
+        d->rest += 64;
+    }
+}
+
+/* q and ref in the order of the codes; `room` for rows + 1 of them. */
+static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, int rows, float *room) {
+    int r, c;
+    for (r = 0; r <= rows; r++)
+        for (c = 0; c < s->pad; c++)
+            room[r * s->pad + c] = r < rows ? (*q)[r * s->pad + s->order[c]] : (*ref)[s->order[c]];
+    *q = room;
+    *ref = room + rows * s->pad;
+}
+
+static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int planes, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    tkvi_fold fold[2];
+    tkvi_folding a;
+    tkvi_products d;
+    int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
+    s->format->side[TKV_K].meta(s, src, v->halves, scale, zero);
+    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
+        if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
+    memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
+    a.x = q;
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.half = s->levels ? 0.0f : 0.5f;
+    a.n = s->pad;
+    a.w_stride = TKV_MAX_HEAD_DIM;
+    a.planes = planes;
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        a.w = w[g][0];
+        v->fold(&a, rows, &fold[g]);
+    }
+    d.w = w[0][0];
+    d.w_stride = TKV_MAX_HEAD_DIM;
+    d.w_group = s->groups == 2 ? (int)sizeof w[0] : 0;
+    d.sum = sum[0];
+    v->multiply(&d, rows * planes);
+    for (r = 0; r < rows; r++)
+        for (g = 0; g < s->groups; g++)
+            v->unfold(sum[r * planes] + g * tokens, planes, &fold[g], r, tokens, 0,
+                      scores + r * TKVI_BLOCK + g * tokens);
+}
+
+static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED uint8_t centre2[TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    tkvi_fold fold;
+    tkvi_folding a;
+    tkvi_products d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, v->halves, scale, zero);
+    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    a.x = p;
+    a.ref = NULL;
+    a.centre2 = centre2;
+    a.half = s->levels ? 0.0f : 0.5f;
+    a.w = w[0];
+    a.n = a.w_stride = TKVI_BLOCK;
+    a.planes = planes;
+    d.n = n;
+    d.w_stride = TKVI_BLOCK;
+    d.w_group = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) {
+            if (g != 16 * slab / s->group) {
+                g = 16 * slab / s->group;
+                a.scale = scale + g * TKVI_BLOCK;
+                a.zero = zero + g * TKVI_BLOCK;
+                v->fold(&a, rows, &fold);
+            }
+            d.width = width;
+            d.slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* two that share a group */
+            d.w = w[0];
+            d.sum = sum[0];
+            v->multiply(&d, rows * planes);
+            for (r = 0; r < rows; r++)
+                v->unfold(sum[r * planes], planes, &fold, r, 16 * d.slabs, 1, out + r * s->pad + 16 * slab);
+            d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
+            d.half += 4 * d.slabs * tkvi_has_half[width];
+            slab += d.slabs;
+        }
+    }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_X86_H */

@@ -1,0 +1,3 @@
+/* The implementation alone. */
+#define TIEREDKV_IMPLEMENTATION
+#include "../../tieredkv.h"

@@ -1,0 +1,725 @@
+/*
+ * test_gguf_hostile.c - model files that lie. Small GGUF and llama2.c files are built in memory, cut at every
+ * byte, changed at every byte, and given absurd counts, sizes, offsets and types. Each must end in a sentence
+ * or in a model that runs; the sanitizers see the rest. Also what the reader does right: every tensor type,
+ * both pairings of RoPE, both tokenizers.
+ *
+ * cc -O2 tests/test_gguf_hostile.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter | --list]
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "../examples/llama.h"
+#include "tkv_test.h"
+
+/* >>building */
+typedef struct bytes {
+    unsigned char p[1 << 17];
+    size_t n;
+} bytes;
+
+static void put(bytes *b, const void *data, size_t n) {
+    if (n > sizeof b->p - b->n) n = sizeof b->p - b->n; /* CHECK_LE in build_* sees it */
+    memcpy(b->p + b->n, data, n);
+    b->n += n;
+}
+
+static void put_int(bytes *b, uint64_t v, int size) { /* little-endian */
+    unsigned char c[8];
+    int i;
+    for (i = 0; i < size; i++) c[i] = (unsigned char)(v >> (8 * i) & 255);
+    put(b, c, (size_t)size);
+}
+
+static void put_float(bytes *b, float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    put_int(b, u, 4);
+}
+
+static void put_string(bytes *b, const char *s) {
+    put_int(b, strlen(s), 8);
+    put(b, s, strlen(s));
+}
+
+static void key_int(bytes *b, const char *key, uint32_t v) {
+    put_string(b, key);
+    put_int(b, 4, 4);
+    put_int(b, v, 4);
+}
+
+static void key_string(bytes *b, const char *key, const char *v) {
+    put_string(b, key);
+    put_int(b, 8, 4);
+    put_string(b, v);
+}
+
+static void key_array(bytes *b, const char *key, int type, int n) {
+    put_string(b, key);
+    put_int(b, 9, 4);
+    put_int(b, (uint64_t)type, 4);
+    put_int(b, (uint64_t)n, 8);
+}
+
+enum {
+    DIM = 32,
+    FFN = 64,
+    HEADS = 4,
+    KV_HEADS = 2,
+    HEAD = 8,
+    LAYERS = 2,
+    VOCAB = 20,
+    MERGES = 5,
+    CONTEXT = 64,
+    PARTS = LLAMA_PARTS
+};
+/* In octal: U+2581 (342 226 201) is the space of SentencePiece, U+0120 and U+010A are those of GPT-2. */
+static const char *const spm_tokens[VOCAB] = {
+    "<unk>", "<s>", "</s>", "<0x41>",         "<0x0A>", "\342\226\201",  "a",  "b",        "c",
+    "d",     "ab",  "bc",   "\342\226\201ab", "abc",    "\342\226\201c", "dd", "\303\251", "cab",
+    "ba",    "e"};
+static const int spm_kinds[VOCAB] = {2, 3, 3, 6, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+static const char *const bpe_tokens[VOCAB] = {"<|endoftext|>",
+                                              "<|im_start|>",
+                                              "<|im_end|>",
+                                              "\304\240",
+                                              "\304\212",
+                                              "a",
+                                              "b",
+                                              "c",
+                                              "d",
+                                              "e",
+                                              "1",
+                                              "2",
+                                              "'",
+                                              "s",
+                                              "\304\240a",
+                                              "ab",
+                                              "\304\240ab",
+                                              "'s",
+                                              "12",
+                                              "aba"};
+static const int bpe_kinds[VOCAB] = {3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+static const char *const bpe_merges[MERGES] = {"\304\240 a", "a b", "\304\240a b", "' s", "1 2"};
+
+typedef struct plan { /* what a file is to be */
+    int bpe, halves;  /* halves: rows of wq and wk lie for RoPE over (i, i + d/2) */
+    int types[LLAMA_PARTS], head_type;
+    uint64_t seed;
+} plan;
+
+/* A tensor's value: numbers of about 0.3 that depend on the place, not on the order of writing. */
+static float weight_at(const plan *p, int tensor, int row, int col) {
+    tkv_rng r = tkv_rng_seed(p->seed + (uint64_t)tensor * 1000003u + (uint64_t)row * 1009u + (uint64_t)col);
+    return (float)(tkv_rng_uniform(&r) - 0.5) * 0.6f;
+}
+
+static unsigned half_of(float f) { /* of a number between 2^-14 and 1, cut */
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return (unsigned)((u >> 16 & 0x8000) | ((((u >> 23 & 255) - 112) << 10) & 0x7c00) | (u >> 13 & 0x3ff));
+}
+
+static void put_tensor(bytes *b, const plan *p, int tensor, int type, int rows, int cols) {
+    int r, c, i, row;
+    for (r = 0; r < rows; r++) {
+        row = r;
+        if (p->halves && (tensor % 16 == LLAMA_Q || tensor % 16 == LLAMA_K) && tensor < 100)
+            row = r / HEAD * HEAD + (r % HEAD < HEAD / 2 ? r % HEAD * 2 : (r % HEAD - HEAD / 2) * 2 + 1);
+        for (c = 0; c < cols; c++) {
+            const float x = rows == 1 ? 1.0f : weight_at(p, tensor, row, c);
+            uint32_t u;
+            memcpy(&u, &x, sizeof u);
+            if (type == LLAMA_F32) put_float(b, x);
+            if (type == LLAMA_F16) put_int(b, half_of(x), 2);
+            if (type == LLAMA_BF16) put_int(b, u >> 16, 2);
+            if (type == LLAMA_F32 || type == LLAMA_F16 || type == LLAMA_BF16 || c % 32) continue;
+            put_int(b, half_of(0.0625f), 2); /* a block: any bytes will do */
+            if (type == LLAMA_Q4_1) put_int(b, half_of(-0.5f), 2);
+            for (i = 0; i < (type == LLAMA_Q8_0 ? 32 : 16); i++) {
+                const int byte = (row * 7 + c + i * 29) & 255;
+                put_int(b, (uint64_t)(type == LLAMA_Q8_0 ? byte % 15 - 7 : byte), 1);
+            }
+        }
+    }
+}
+
+static void put_info(bytes *b, const char *name, int rows, int cols, int type, uint64_t *offset) {
+    int values = 1, size = 4;
+    CHECK(llama_block((uint64_t)type, &values, &size));
+    put_string(b, name);
+    put_int(b, rows == 1 ? 1 : 2, 4);
+    put_int(b, (uint64_t)cols, 8);
+    if (rows > 1) put_int(b, (uint64_t)rows, 8);
+    put_int(b, (uint64_t)type, 4);
+    put_int(b, *offset, 8);
+    *offset += (uint64_t)(rows * cols / values * size);
+}
+
+static void build_gguf(bytes *b, const plan *p) {
+    llama_model shape; /* for llama_size */
+    uint64_t offset = 0;
+    char name[64];
+    int i, t;
+    memset(&shape, 0, sizeof shape);
+    shape.dim = DIM, shape.ffn_dim = FFN, shape.n_heads = HEADS, shape.n_kv_heads = KV_HEADS;
+    shape.head_dim = shape.v_head_dim = HEAD;
+    b->n = 0;
+    put(b, "GGUF", 4);
+    put_int(b, 3, 4);
+    put_int(b, 3 + LAYERS * PARTS, 8);
+    put_int(b, p->bpe ? 19 : 17, 8);
+    key_string(b, "general.architecture", "llama");
+    key_int(b, "general.alignment", 32);
+    key_int(b, "llama.block_count", LAYERS);
+    key_int(b, "llama.context_length", CONTEXT);
+    key_int(b, "llama.embedding_length", DIM);
+    key_int(b, "llama.feed_forward_length", FFN);
+    key_int(b, "llama.attention.head_count", HEADS);
+    key_int(b, "llama.attention.head_count_kv", KV_HEADS);
+    key_int(b, "llama.rope.dimension_count", HEAD);
+    put_string(b, "llama.attention.layer_norm_rms_epsilon");
+    put_int(b, 6, 4);
+    put_float(b, 1e-5f);
+    key_string(b, "tokenizer.ggml.model", p->bpe ? "gpt2" : "llama");
+    key_array(b, "tokenizer.ggml.tokens", 8, VOCAB);
+    for (i = 0; i < VOCAB; i++) put_string(b, p->bpe ? bpe_tokens[i] : spm_tokens[i]);
+    key_array(b, "tokenizer.ggml.scores", 6, VOCAB);
+    for (i = 0; i < VOCAB; i++) put_float(b, i < 9 ? 0.0f : (float)-i);
+    key_array(b, "tokenizer.ggml.token_type", 5, VOCAB);
+    for (i = 0; i < VOCAB; i++) put_int(b, (uint64_t)(p->bpe ? bpe_kinds[i] : spm_kinds[i]), 4);
+    key_int(b, "tokenizer.ggml.bos_token_id", 1);
+    key_int(b, "tokenizer.ggml.eos_token_id", 2);
+    key_int(b, "tokenizer.ggml.unknown_token_id", 0);
+    if (p->bpe) {
+        key_array(b, "tokenizer.ggml.merges", 8, MERGES);
+        for (i = 0; i < MERGES; i++) put_string(b, bpe_merges[i]);
+        key_string(b, "tokenizer.ggml.pre", "smollm");
+    }
+    put_info(b, "token_embd.weight", VOCAB, DIM, p->head_type, &offset);
+    put_info(b, "output_norm.weight", 1, DIM, LLAMA_F32, &offset);
+    put_info(b, "output.weight", VOCAB, DIM, p->head_type, &offset);
+    for (i = 0; i < LAYERS * PARTS; i++) {
+        t = i % PARTS;
+        snprintf(name, sizeof name, "blk.%d.%s.weight", i / PARTS, llama_parts[t].name);
+        put_info(b, name, llama_size(&shape, llama_parts[t].rows), llama_size(&shape, llama_parts[t].cols),
+                 p->types[t], &offset);
+    }
+    while (b->n % 32) put_int(b, 0, 1);
+    put_tensor(b, p, 100, p->head_type, VOCAB, DIM);
+    put_tensor(b, p, 101, LLAMA_F32, 1, DIM);
+    put_tensor(b, p, 102, p->head_type, VOCAB, DIM);
+    for (i = 0; i < LAYERS * PARTS; i++) {
+        t = i % PARTS;
+        put_tensor(b, p, i / PARTS * 16 + t, p->types[t], llama_size(&shape, llama_parts[t].rows),
+                   llama_size(&shape, llama_parts[t].cols));
+    }
+    CHECK_LE(b->n + 1, sizeof b->p);
+}
+
+static plan mixed_plan(int bpe) { /* every tensor type once or more */
+    static const int types[LLAMA_PARTS] = {LLAMA_F32, LLAMA_Q8_0, LLAMA_F16,  LLAMA_BF16, LLAMA_Q4_0,
+                                           LLAMA_F32, LLAMA_Q4_1, LLAMA_Q8_0, LLAMA_Q4_0};
+    plan p;
+    memset(&p, 0, sizeof p);
+    p.bpe = bpe;
+    p.head_type = LLAMA_Q8_0;
+    p.seed = 7;
+    memcpy(p.types, types, sizeof types);
+    return p;
+}
+
+static plan float_plan(void) {
+    plan p = mixed_plan(0);
+    int i;
+    for (i = 0; i < LLAMA_PARTS; i++) p.types[i] = LLAMA_F32;
+    p.head_type = LLAMA_F32;
+    return p;
+}
+
+static void build_llama2c(bytes *b, bytes *tok, int separate_head) {
+    const plan p = float_plan();
+    int i, t;
+    llama_model shape;
+    memset(&shape, 0, sizeof shape);
+    shape.dim = DIM, shape.ffn_dim = FFN, shape.n_heads = HEADS, shape.n_kv_heads = KV_HEADS;
+    shape.head_dim = shape.v_head_dim = HEAD;
+    b->n = tok->n = 0;
+    put_int(b, DIM, 4);
+    put_int(b, FFN, 4);
+    put_int(b, LAYERS, 4);
+    put_int(b, HEADS, 4);
+    put_int(b, KV_HEADS, 4);
+    put_int(b, (uint64_t)(separate_head ? -VOCAB : +VOCAB), 4);
+    put_int(b, CONTEXT, 4);
+    put_tensor(b, &p, 100, LLAMA_F32, VOCAB, DIM);
+    for (t = 0; t < LLAMA_PARTS; t++)
+        for (i = 0; i < LAYERS; i++) {
+            const int norm =
+                llama_parts[t].rows == LLAMA_1; /* the norms of all layers are rows of one tensor */
+            put_tensor(b, &p, norm ? 101 : i * 16 + t, LLAMA_F32, llama_size(&shape, llama_parts[t].rows),
+                       llama_size(&shape, llama_parts[t].cols));
+        }
+    put_tensor(b, &p, 101, LLAMA_F32, 1, DIM);
+    for (i = 0; i < CONTEXT * HEAD; i++) put_float(b, 0);
+    if (separate_head) put_tensor(b, &p, 102, LLAMA_F32, VOCAB, DIM);
+    CHECK_LE(b->n + 1, sizeof b->p);
+    put_int(tok, 6, 4);
+    for (i = 0; i < VOCAB; i++) {
+        const char *s = i == 5 ? " " : i == 12 ? " ab" : i == 14 ? " c" : spm_tokens[i];
+        put_float(tok, i < 9 ? 0.0f : (float)-i);
+        put_int(tok, strlen(s), 4);
+        put(tok, s, strlen(s));
+    }
+}
+
+/* >>using: loads a file from a block of exactly its size, so that the sanitizers see a byte too much */
+static unsigned char *exact_copy(const unsigned char *p, size_t n) {
+    unsigned char *c = (unsigned char *)malloc(n ? n : 1);
+    if (c && n) memcpy(c, p, n);
+    return c;
+}
+
+enum {
+    REFUSED,
+    RUNS,
+    FAILS
+}; /* a sentence; logits; a model that loads and whose numbers the cache refuses */
+
+static int try_file(const unsigned char *file, size_t n, const unsigned char *tok, size_t n_tok, char *err,
+                    size_t size, float *logits) {
+    static const char text[] = "ab  abc's 12 cab\n\xc3\xa9 \xe2\x82 A<|im_end|>";
+    unsigned char *a = exact_copy(file, n), *b = tok ? exact_copy(tok, n_tok) : NULL;
+    llama_model m;
+    int result = REFUSED, i, len, count, tokens[64];
+    err[0] = 0;
+    if (llama_load_memory(a, n, b, n_tok, &m, err, size)) {
+        tkv_config cfg = tkv_config_default();
+        tkv_cache *kv = NULL;
+        float *out = (float *)malloc((size_t)m.vocab * sizeof *out);
+        count = llama_tokenize(&m, text, sizeof text, LLAMA_BOS | LLAMA_SPECIAL, tokens);
+        CHECK_LE(count, sizeof text + 2);
+        for (i = 0; i < count; i++) {
+            CHECK(tokens[i] >= 0 && tokens[i] < m.vocab);
+            llama_piece(&m, i ? tokens[i - 1] : -1, tokens[i], &len);
+            CHECK(len >= 0);
+        }
+        llama_kv_config(&m, &cfg);
+        cfg.isa = tkv_test_isa();
+        result = FAILS;
+        if (tkv_create(&cfg, &kv) == TKV_OK) {
+            tokens[0] = 0, tokens[1] = m.vocab - 1, tokens[2] = m.vocab / 2;
+            if (llama_forward(&m, kv, 0, tokens, 3, out, 1) == TKV_OK) {
+                result = RUNS;
+                CHECK_EQ(tkv_seq_len(kv, 0), 3);
+                if (logits) memcpy(logits, out, (size_t)m.vocab * sizeof *out);
+            } else {
+                CHECK_EQ(tkv_seq_len(kv, 0), 0); /* the step was taken back */
+            }
+        }
+        tkv_destroy(kv);
+        free(out);
+        llama_free(&m);
+    } else {
+        CHECK(err[0] != 0);
+    }
+    free(a);
+    free(b);
+    return result;
+}
+
+static size_t find(const bytes *b, const char *name) { /* behind a name that its length precedes; 0: none */
+    const size_t n = strlen(name);
+    size_t i;
+    for (i = 8; i + n <= b->n; i++)
+        if (b->p[i - 8] == n && b->p[i - 7] == 0 && memcmp(b->p + i, name, n) == 0) return i + n;
+    CHECK_MSG(0, "no %s in the file", name);
+    return 0;
+}
+
+static size_t header_size(const bytes *b) { /* up to the tensors' data */
+    const size_t last = find(b, "blk.1.ffn_up.weight") + 4 + 16 + 4 + 8;
+    return (last + 31) / 32 * 32;
+}
+
+static bytes file, token_file;
+
+/* >>what is right works */
+TEST(good_files_run) {
+    float gguf[VOCAB], bin[VOCAB];
+    plan p = mixed_plan(0);
+    char err[256];
+    int i, nonzero = 0;
+    build_gguf(&file, &p);
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
+    CHECK_STR(err, "");
+    p = mixed_plan(1);
+    build_gguf(&file, &p);
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
+    CHECK_STR(err, "");
+    for (i = 0; i < 2; i++) { /* the same weights in both formats */
+        p = float_plan();
+        build_gguf(&file, &p);
+        CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
+        build_llama2c(&file, &token_file, 1);
+        CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, bin), RUNS);
+        CHECK_STR(err, "");
+    }
+    for (i = 0; i < VOCAB; i++) {
+        CHECK_NEAR(gguf[i], bin[i], 1e-5);
+        nonzero += fabs((double)bin[i]) > 1e-3;
+    }
+    CHECK_LE(VOCAB / 2, nonzero);
+    build_llama2c(&file, &token_file, 0); /* a tied head gives other logits */
+    CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, bin), RUNS);
+    for (i = nonzero = 0; i < VOCAB; i++) nonzero += fabs((double)bin[i] - (double)gguf[i]) > 1e-3;
+    CHECK_LE(VOCAB / 2, nonzero);
+}
+
+TEST(rows_decode) {
+    static const unsigned char half[8] = {0x00, 0x3c, 0x00, 0xc0,
+                                          0x01, 0x00, 0xff, 0x7b};  /* 1 -2 2^-24 65504 */
+    static const unsigned char brain[4] = {0x80, 0x3f, 0x20, 0xc1}; /* 1 -10 */
+    unsigned char block[34];
+    llama_tensor t;
+    float x[32];
+    int i;
+    memset(&t, 0, sizeof t);
+    t.rows = 1;
+    t.data = half, t.type = LLAMA_F16, t.cols = 4, t.row_bytes = 8;
+    llama_row(&t, 0, x);
+    CHECK(x[0] == 1.0f && x[1] == -2.0f && x[2] == 5.9604644775390625e-8f && x[3] == 65504.0f);
+    t.data = brain, t.type = LLAMA_BF16, t.cols = 2, t.row_bytes = 4;
+    llama_row(&t, 0, x);
+    CHECK(x[0] == 1.0f && x[1] == -10.0f);
+    for (i = 0; i < 34; i++) block[i] = (unsigned char)(i * 37);
+    block[0] = 0x00, block[1] = 0x38; /* scale 0.5 */
+    t.data = block, t.cols = 32;
+    t.type = LLAMA_Q4_0;
+    llama_row(&t, 0, x);
+    for (i = 0; i < 16; i++) {
+        CHECK_NEAR(x[i], 0.5 * ((block[2 + i] & 15) - 8), 0);
+        CHECK_NEAR(x[16 + i], 0.5 * ((block[2 + i] >> 4) - 8), 0);
+    }
+    t.type = LLAMA_Q8_0;
+    llama_row(&t, 0, x);
+    for (i = 0; i < 32; i++)
+        CHECK_NEAR(x[i], 0.5 * (block[2 + i] < 128 ? block[2 + i] : block[2 + i] - 256), 0);
+    block[2] = 0x00, block[3] = 0xbc; /* minimum -1 */
+    t.type = LLAMA_Q4_1;
+    llama_row(&t, 0, x);
+    for (i = 0; i < 16; i++) {
+        CHECK_NEAR(x[i], 0.5 * (block[4 + i] & 15) - 1, 0);
+        CHECK_NEAR(x[16 + i], 0.5 * (block[4 + i] >> 4) - 1, 0);
+    }
+}
+
+static void forward(const llama_model *m, float *logits) {
+    static const int tokens[9] = {1, 6, 7, 8, 12, 13, 19, 2, 11};
+    tkv_config cfg = tkv_config_default();
+    tkv_cache *kv = NULL;
+    llama_kv_config(m, &cfg);
+    cfg.isa = tkv_test_isa();
+    cfg.hot.k = cfg.hot.v = TKV_F32;
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    CHECK_EQ(llama_forward(m, kv, 0, tokens, 9, logits, 1), TKV_OK);
+    tkv_destroy(kv);
+}
+
+TEST(rope) {
+    float a[VOCAB], b[VOCAB], c[VOCAB], factors[HEAD / 2];
+    plan p = mixed_plan(0);
+    char err[256];
+    llama_model m;
+    double far = 0;
+    int i;
+    build_gguf(&file, &p);
+    REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+    forward(&m, a);
+    /* dividing the frequencies by (theta2 / theta)^(2i/d) is another base */
+    for (i = 0; i < HEAD / 2; i++) factors[i] = powf(50.0f, 2.0f * (float)i / (float)HEAD);
+    m.rope_factors.data = (const unsigned char *)factors;
+    m.rope_factors.cols = HEAD / 2, m.rope_factors.row_bytes = sizeof factors;
+    if (llama_little_endian()) {
+        forward(&m, b);
+        m.rope_factors.data = NULL;
+        m.rope_theta *= 50.0f;
+        forward(&m, c);
+        for (i = 0; i < VOCAB; i++) {
+            CHECK_NEAR(b[i], c[i], 1e-4);
+            if (fabs((double)a[i] - (double)b[i]) > far) far = fabs((double)a[i] - (double)b[i]);
+        }
+        CHECK_LE(1e-3, far);
+    }
+    llama_free(&m);
+    /* the other pairing, on rows that were moved for it, is the same network */
+    p.halves = 1;
+    build_gguf(&file, &p);
+    REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+    forward(&m, b);
+    m.rope_halves = 1;
+    forward(&m, c);
+    for (i = 0, far = 0; i < VOCAB; i++) {
+        CHECK_NEAR(a[i], c[i], 1e-4);
+        if (fabs((double)a[i] - (double)b[i]) > far) far = fabs((double)a[i] - (double)b[i]);
+    }
+    CHECK_LE(1e-3, far);
+    llama_free(&m);
+}
+
+static void check_ids(const llama_model *m, const char *text, int flags, const int *want, int n) {
+    int tokens[64], i;
+    const int got = llama_tokenize(m, text, strlen(text), flags, tokens);
+    CHECK_EQ(got, n);
+    for (i = 0; i < n && i < got; i++)
+        CHECK_MSG(tokens[i] == want[i], "\"%s\", token %d: %d", text, i, tokens[i]);
+}
+
+TEST(tokenizers) {
+    static const int abc[] = {1, 12, 14}, bytes_[] = {5, 3, 4, 16, 0, 0, 0};
+    static const int words[] = {16, 3, 14, 10, 11, 10, 4, 4, 15}, special[] = {1, 15, 2, 17},
+                     lone[] = {12, 9};
+    plan p = mixed_plan(0);
+    char err[256];
+    llama_model m;
+    build_gguf(&file, &p);
+    REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+    check_ids(&m, "ab c", LLAMA_BOS, abc, 3);               /* _ab, _c */
+    check_ids(&m, "A\n\xc3\xa9\xe2\x82\xac", 0, bytes_, 7); /* _, <0x41>, <0x0A>, e acute, unknown bytes */
+    check_ids(&m, "", 0, abc, 0);
+    llama_free(&m);
+    p.bpe = 1;
+    build_gguf(&file, &p);
+    REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+    check_ids(&m, " ab  a121\n\nab", 0, words, 9); /* _ab, _, _a, 1, 2, 1, \n, \n, ab */
+    check_ids(&m, "<|im_start|>ab<|im_end|>'s", LLAMA_SPECIAL, special, 4);
+    check_ids(&m, "'e", 0, lone, 2);
+    CHECK_EQ(m.digits, 1);
+    llama_free(&m);
+}
+
+/* >>what lies is refused */
+TEST(cut_gguf) { /* at every byte of the header, and in the data: always a sentence */
+    int bpe, step = tkv_test_quick() ? 13 : 1;
+    char err[256];
+    for (bpe = 0; bpe < 2; bpe++) {
+        const plan p = mixed_plan(bpe);
+        size_t n, header;
+        build_gguf(&file, &p);
+        header = header_size(&file);
+        for (n = 0; n < header; n += (size_t)step)
+            CHECK_EQ(try_file(file.p, n, NULL, 0, err, sizeof err, NULL), REFUSED);
+        for (; n < file.n; n += 997) CHECK_EQ(try_file(file.p, n, NULL, 0, err, sizeof err, NULL), REFUSED);
+        CHECK_EQ(try_file(file.p, file.n - 1, NULL, 0, err, sizeof err, NULL), REFUSED);
+    }
+}
+
+TEST(cut_llama2c) {
+    char err[256];
+    size_t n;
+    build_llama2c(&file, &token_file, 1);
+    for (n = 0; n < 64; n++)
+        CHECK_EQ(try_file(file.p, n, token_file.p, token_file.n, err, sizeof err, NULL), REFUSED);
+    for (; n < file.n; n += 1009)
+        CHECK_EQ(try_file(file.p, n, token_file.p, token_file.n, err, sizeof err, NULL), REFUSED);
+    for (n = 0; n < token_file.n; n++)
+        CHECK_EQ(try_file(file.p, file.n, token_file.p, n, err, sizeof err, NULL), REFUSED);
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), REFUSED);
+    CHECK(strstr(err, "tokenizer.bin") != NULL);
+}
+
+TEST(changed_bytes) { /* every byte of the header, several ways: a sentence or a model, never a crash */
+    static const unsigned char masks[3] = {0xff, 0x80, 0x01};
+    const size_t step = tkv_test_quick() ? 7 : 1;
+    int bpe, k, runs = 0, refused = 0, result;
+    char err[256];
+    size_t i, n;
+    for (bpe = 0; bpe < 2; bpe++) {
+        const plan p = mixed_plan(bpe);
+        build_gguf(&file, &p);
+        n = header_size(&file);
+        for (i = 0; i < n; i += step) {
+            for (k = 0; k < 3; k++) {
+                file.p[i] ^= masks[k];
+                result = try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL);
+                runs += result == RUNS, refused += result == REFUSED;
+                file.p[i] ^= masks[k];
+            }
+        }
+    }
+    build_llama2c(&file, &token_file, 1);
+    for (i = 0; i < 28 + token_file.n; i += step) {
+        for (k = 0; k < 3; k++) {
+            unsigned char *c = i < 28 ? &file.p[i] : &token_file.p[i - 28];
+            *c ^= masks[k];
+            result = try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL);
+            runs += result == RUNS, refused += result == REFUSED;
+            *c ^= masks[k];
+        }
+    }
+    printf("\n    %d refused, %d run all the same", refused, runs);
+    CHECK_LE(100, refused); /* (a changed letter of a token is no damage) */
+    CHECK_LE(100, runs);
+}
+
+/* One number in the file, and a word that the sentence must have. */
+static const struct {
+    const char *name; /* the number stands `skip` bytes behind this name, or at `skip` if it is NULL */
+    int skip, size;
+    uint64_t value;
+    const char *says;
+} lies[] = {
+    {NULL, 4, 4, 1, "version"},
+    {NULL, 4, 4, 0x03000000, "version"}, /* big-endian */
+    {NULL, 8, 8, UINT64_MAX, "too short"},
+    {NULL, 8, 8, (uint64_t)1 << 60, "too short"},
+    {NULL, 8, 8, 22, "tensor"}, /* one more tensor than there is */
+    {NULL, 16, 8, UINT64_MAX, "too short"},
+    {NULL, 16, 8, (uint64_t)1 << 59, "too short"},
+    {NULL, 16, 8, 3, "damaged"},          /* keys taken for tensors */
+    {NULL, 24, 8, UINT64_MAX, "damaged"}, /* length of the first key */
+    {NULL, 24, 8, (uint64_t)1 << 63, "damaged"},
+    {"general.architecture", 0, 4, 99, "damaged"},
+    {"general.architecture", 12, 1, 'L', "architecture"},
+    {"general.alignment", 4, 4, 0, "alignment"},
+    {"general.alignment", 4, 4, 24, "alignment"},
+    {"general.alignment", 4, 4, 0x80000000, "ends before"},
+    {"llama.block_count", 0, 4, 6, "whole number"},
+    {"llama.block_count", 4, 4, 0, "layers"},
+    {"llama.block_count", 4, 4, 1, "no place"}, /* the second layer's tensors are left over */
+    {"llama.block_count", 4, 4, 3, "blk.2"},
+    {"llama.block_count", 4, 4, 0x7fffffff, "layers"},
+    {"llama.block_count", 4, 4, 0xffffffff, "range"},
+    {"llama.context_length", 4, 4, 0, "context"},
+    {"llama.embedding_length", 4, 4, 0, "cannot be"},
+    {"llama.embedding_length", 4, 4, 64, "token_embd"},
+    {"llama.embedding_length", 4, 4, 0x7fffffff, "cannot be"},
+    {"llama.feed_forward_length", 4, 4, 0, "cannot be"},
+    {"llama.feed_forward_length", 4, 4, 96, "ffn_gate"},
+    {"llama.feed_forward_length", 4, 4, 0x7ffffff0, "cannot be"},
+    {"llama.attention.head_count", 4, 4, 0, "heads"},
+    {"llama.attention.head_count", 4, 4, 3, "heads"},
+    {"llama.attention.head_count", 4, 4, 0x7ffffffe, "heads"},
+    {"llama.attention.head_count_kv", 4, 4, 0, "heads"},
+    {"llama.attention.head_count_kv", 4, 4, 3, "share"},
+    {"llama.attention.head_count_kv", 4, 4, 4, "attn_k"},
+    {"llama.rope.dimension_count", 4, 4, 7, "RoPE"},
+    {"llama.rope.dimension_count", 4, 4, 10, "RoPE"},
+    {"llama.attention.layer_norm_rms_epsilon", 4, 4, 0x7fc00000, "positive"}, /* NaN */
+    {"llama.attention.layer_norm_rms_epsilon", 4, 4, 0xbf800000, "positive"}, /* -1 */
+    {"llama.attention.layer_norm_rms_epsilon", 4, 4, 0x7f800000, "positive"}, /* infinity */
+    {"tokenizer.ggml.model", 12, 1, 'x', "tokenizer"},
+    {"tokenizer.ggml.tokens", 4, 4, 5, "damaged"}, /* an array of numbers: what follows is no key */
+    {"tokenizer.ggml.tokens", 4, 4, 9, "damaged"}, /* of arrays */
+    {"tokenizer.ggml.tokens", 4, 4, 13, "damaged"},
+    {"tokenizer.ggml.tokens", 8, 8, 0, "damaged"},
+    {"tokenizer.ggml.tokens", 8, 8, 19, "damaged"},
+    {"tokenizer.ggml.tokens", 8, 8, UINT64_MAX, "damaged"},
+    {"tokenizer.ggml.tokens", 16, 8, UINT64_MAX - 7, "damaged"}, /* length of the first token */
+    {"tokenizer.ggml.tokens", 16, 8, (uint64_t)1 << 32, "damaged"},
+    {"tokenizer.ggml.scores", 8, 8, (uint64_t)1 << 62, "damaged"},
+    {"tokenizer.ggml.scores", 4, 4, 5, "array"},
+    {"tokenizer.ggml.token_type", 4, 4, 6, "array"},
+    {"token_embd.weight", 0, 4, 0, "damaged"},
+    {"token_embd.weight", 0, 4, 5, "damaged"},
+    {"token_embd.weight", 0, 4, UINT32_MAX, "damaged"},
+    {"token_embd.weight", 4, 8, (uint64_t)1 << 63, "size"},
+    {"token_embd.weight", 12, 8, (uint64_t)1 << 62, "size"},
+    {"token_embd.weight", 12, 8, 21, "size"},
+    {"blk.1.ffn_up.weight", 20, 4, 0, "outside"}, /* F32 takes more */
+    {"token_embd.weight", 20, 4, 10, "type"},     /* Q2_K */
+    {"token_embd.weight", 20, 4, UINT32_MAX, "type"},
+    {"token_embd.weight", 24, 8, UINT64_MAX, "outside"},
+    {"token_embd.weight", 24, 8, (uint64_t)1 << 63, "outside"},
+    {"blk.1.ffn_up.weight", 24, 8, 1 << 20, "outside"},
+    {"blk.0.attn_q.weight", 4, 8, 0, "size"},
+    {"output_norm.weight", 4, 8, 33, "size"},
+};
+
+TEST(lies) {
+    const plan p = mixed_plan(0);
+    char err[256];
+    size_t i;
+    build_gguf(&file, &p);
+    for (i = 0; i < sizeof lies / sizeof *lies; i++) {
+        const size_t at = (lies[i].name ? find(&file, lies[i].name) : 0) + (size_t)lies[i].skip;
+        unsigned char old[8];
+        int j, result;
+        memcpy(old, file.p + at, 8);
+        for (j = 0; j < lies[i].size; j++)
+            file.p[at + (size_t)j] = (unsigned char)(lies[i].value >> (8 * j) & 255);
+        result = try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL);
+        CHECK_MSG(result == REFUSED && strstr(err, lies[i].says), "%s + %d = %lu: result %d, \"%s\"",
+                  lies[i].name ? lies[i].name : "start", lies[i].skip, (unsigned long)lies[i].value, result,
+                  err);
+        memcpy(file.p + at, old, 8);
+    }
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), RUNS); /* all was put back */
+}
+
+TEST(llama2c_lies) { /* a header of seven numbers, each absurd in turn */
+    static const int32_t absurd[8] = {0, -1, INT32_MIN, INT32_MAX, 3, 1 << 20, 65537, -65536};
+    char err[256];
+    int i, j, k;
+    build_llama2c(&file, &token_file, 0);
+    for (i = 0; i < 7; i++) {
+        unsigned char old[4];
+        memcpy(old, file.p + 4 * i, 4);
+        for (j = 0; j < 8; j++) {
+            for (k = 0; k < 4; k++) file.p[4 * i + k] = (unsigned char)((uint32_t)absurd[j] >> (8 * k) & 255);
+            CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL), REFUSED);
+        }
+        memcpy(file.p + 4 * i, old, 4);
+    }
+    CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL), RUNS);
+    CHECK_EQ(try_file((const unsigned char *)"", 0, NULL, 0, err, sizeof err, NULL), REFUSED);
+    CHECK_EQ(try_file((const unsigned char *)"GGUF", 4, NULL, 0, err, sizeof err, NULL), REFUSED);
+}
+
+TEST(nonfinite_weights) { /* NaN in a norm: the cache refuses the keys, and the step is taken back */
+    const plan p = float_plan();
+    char err[256];
+    size_t at;
+    build_gguf(&file, &p);
+    at = header_size(&file) + 4; /* inside the embedding of token 0, which try_file evaluates */
+    memcpy(file.p + at, "\x00\x00\xc0\x7f", 4);
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), FAILS);
+}
+
+TEST(random_damage) { /* several bytes anywhere, several hundred times */
+    const int times = tkv_test_quick() ? 100 : 2000;
+    tkv_rng r = tkv_rng_seed(20240402);
+    int i, j, results[3] = {0, 0, 0};
+    char err[256];
+    for (i = 0; i < times; i++) {
+        const plan p = mixed_plan(i & 1);
+        size_t header;
+        build_gguf(&file, &p);
+        header = header_size(&file);
+        for (j = 1 + tkv_rng_below(&r, 6); j--;) {
+            const size_t at = (size_t)tkv_rng_below(&r, (int)(tkv_rng_below(&r, 4) ? header : file.n));
+            const int kind = tkv_rng_below(&r, 3);
+            file.p[at] = (unsigned char)(kind == 0 ? 0xff : kind == 1 ? 0 : tkv_rng_below(&r, 256));
+        }
+        results[try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL)]++;
+    }
+    printf("\n    %d refused, %d run, %d load and fail", results[REFUSED], results[RUNS], results[FAILS]);
+    CHECK_LE(times / 10, results[REFUSED]);
+    CHECK_LE(1, results[RUNS]);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(good_files_run);
+    RUN(rows_decode);
+    RUN(rope);
+    RUN(tokenizers);
+    RUN(cut_gguf);
+    RUN(cut_llama2c);
+    RUN(changed_bytes);
+    RUN(lies);
+    RUN(llama2c_lies);
+    RUN(nonfinite_weights);
+    RUN(random_damage);
+    return tkv_test_end();
+}

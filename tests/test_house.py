@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""tools/amalgamate.py builds what it should and refuses what it should; the version is the same everywhere."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+PARTS = {
+    "tieredkv.h": '/* About the list. */\n\n#include "doc.h"\n#include "a.h"\n#if X\n#include "b.h"\n#endif\n',
+    "doc.h": '/*\n * Do:\n *     #include "tieredkv.h"\n */\n',
+    "a.h": "int a;\n",
+    "b.h": '#ifndef B\n#define B\n#include "a.h"\n#include <math.h>\nint b;\n#endif\n',
+}
+WHOLE = b"""/* tieredkv.h: generated from src/ by tools/amalgamate.py. Edit there, not here. */
+/* ======== doc.h ======== */
+/*
+ * Do:
+ *     #include "tieredkv.h"
+ */
+/* ======== a.h ======== */
+int a;
+#if X
+/* ======== b.h ======== */
+#ifndef B
+#define B
+#include <math.h>
+int b;
+#endif
+#endif
+"""
+
+
+def read(*path):
+    with open(os.path.join(ROOT, *path)) as f:
+        return f.read()
+
+
+class Amalgamate(unittest.TestCase):
+    def setUp(self):
+        self.root = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.root)
+        os.mkdir(os.path.join(self.root, "src"))
+        os.mkdir(os.path.join(self.root, "tools"))
+        shutil.copy(os.path.join(ROOT, "tools", "amalgamate.py"), os.path.join(self.root, "tools"))
+        for name, text in PARTS.items():
+            self.write("src/" + name, text.encode())
+
+    def write(self, name, data):
+        with open(os.path.join(self.root, name), "wb") as f:
+            f.write(data)
+
+    def tool(self, *args):
+        run = subprocess.run(
+            [sys.executable, os.path.join(self.root, "tools", "amalgamate.py")] + list(args),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return run.returncode, run.stdout.decode(), run.stderr.decode()
+
+    def output(self):
+        with open(os.path.join(self.root, "tieredkv.h"), "rb") as f:
+            return f.read()
+
+    def refuses(self, message, **parts):
+        for name, data in parts.items():
+            self.write("src/%s.h" % name, data)
+        status, _, said = self.tool()
+        self.assertEqual(status, 1)
+        self.assertIn(message, said)
+        self.assertFalse(os.path.exists(os.path.join(self.root, "tieredkv.h")))
+
+    def test_builds(self):
+        self.assertEqual(self.tool(), (0, "", ""))
+        self.assertEqual(self.output(), WHOLE)
+
+    def test_lists_in_order(self):
+        self.assertEqual(self.tool("--list"), (0, "doc.h\na.h\nb.h\n", ""))
+
+    def test_check(self):
+        self.assertEqual(self.tool("--check")[0], 1)
+        self.tool()
+        self.assertEqual(self.tool("--check")[0], 0)
+        self.write("tieredkv.h", WHOLE.replace(b"int a", b"int c"))
+        status, _, said = self.tool("--check")
+        self.assertEqual(status, 1)
+        self.assertIn("Run: python3 tools/amalgamate.py\n", said)
+        self.assertNotEqual(self.output(), WHOLE)
+
+    def test_refuses_text(self):
+        for data, message in (
+                (b"int a;\r\n", "src/a.h:1: carriage return"),
+                (b"int x;\n\tint a;\n", "src/a.h:2: tab"),
+                (b"/* \xc3\xa9 */\n", "src/a.h:1: not printable ASCII"),
+                (b"int a;", "src/a.h:1: no newline"),
+                (b"", "src/a.h:1: no newline"),
+                (b"int a; \n", "src/a.h:1: blank at the end"),
+                (b"/*" + b"-" * 117 + b"*/\n", "src/a.h:1: 121 columns")):
+            self.refuses(message, a=data)
+
+    def test_refuses_unlisted_part(self):
+        self.refuses("src/c.h: not listed", c=b"int c;\n")
+
+    def test_refuses_part_listed_twice(self):
+        self.refuses("a.h is listed twice", tieredkv=(PARTS["tieredkv.h"] + '#include "a.h"\n').encode())
+
+    def test_refuses_unknown_include(self):
+        self.refuses('"c.h" is not a part', a=b'#include "c.h"\n')
+
+    def test_refuses_include_in_another_form(self):
+        self.refuses("write it as", b=b'# include "a.h"\n')
+
+    def test_refuses_need_that_comes_later(self):
+        self.refuses("src/a.h:1: needs b.h", a=b'#include "b.h"\n')
+
+    def test_refuses_code_above_the_list(self):
+        self.refuses("only a comment", tieredkv=b"int x;\n" + PARTS["tieredkv.h"].encode())
+
+
+class Version(unittest.TestCase):
+    def test_is_the_same_everywhere(self):
+        api = read("src", "api.h")
+        numbers = [re.search(r"#define TKV_VERSION_%s (\d+)\n" % n, api).group(1) for n in ("MAJOR", "MINOR", "PATCH")]
+        version = ".".join(numbers)
+        self.assertEqual(re.search(r'#define TKV_VERSION_STRING "(.*)"\n', api).group(1), version)
+        self.assertEqual(re.search(r"\n## (\S+)", read("CHANGELOG.md")).group(1), version)
+        manual = read("src", "doc.h")
+        self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    result = unittest.main(exit=False, verbosity=1).result
+    bad = len(result.failures) + len(result.errors)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print("%d passed, %d failed" % (result.testsRun - bad, bad))
+    sys.exit(bad != 0)

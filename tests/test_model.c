@@ -1,0 +1,497 @@
+/*
+ * test_model.c - real models on real text: tokens, losses, greedy text against plain arrays, chunks against
+ * single tokens, and what the tiers do to the distribution of the next token.
+ *
+ * cc -O2 tests/test_model.c -o test_model -lm && ./test_model [filter | --list]
+ *
+ * Models and texts are those of tkv_test_data(). SmolLM2 is the file that TKV_SMOLLM2 names, or the one that
+ * `make model` puts into build/models. What is absent is skipped.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "../examples/llama.h"
+#include "tkv_test.h"
+
+static const char stories_text[] = "text/tinystories_train_1000.txt", wiki_text[] = "text/wiki.test.raw";
+
+/* >>models and texts */
+static int load_file(const char *path, llama_model *m) { /* 0: absent, or broken, which fails the test */
+    char err[256] = "";
+    FILE *f = path ? fopen(path, "rb") : NULL;
+    int ok;
+    if (!f) return 0;
+    fclose(f);
+    ok = llama_load(path, NULL, m, err, sizeof err);
+    CHECK_MSG(ok, "%s: %s", path, err);
+    return ok;
+}
+
+static int load_model(const char *name, llama_model *m) { return load_file(tkv_test_data(name), m); }
+
+static int load_smollm2(llama_model *m) {
+    const char *path = getenv("TKV_SMOLLM2");
+    return load_file(path && *path ? path : "build/models/SmolLM2-135M-Instruct.Q4_1.gguf", m);
+}
+
+static char *load_text(const char *name, size_t *n) { /* NULL: absent */
+    const char *path = tkv_test_data(name);
+    return path ? (char *)llama_read_file(path, n) : NULL;
+}
+
+/* The first stories without the white space around them, each with a BOS in front. begin gets where each one
+ * starts, and the end. */
+static int tokenize_stories(const llama_model *m, const char *text, size_t size, int stories, int *out,
+                            int *begin) {
+    static const char mark[] = "<|endoftext|>";
+    const char *end = text + size;
+    int n = 0, i;
+    for (i = 0; i < stories; i++) {
+        const char *to = text, *next;
+        while (to < end && (end - to < 13 || memcmp(to, mark, 13) != 0)) to++;
+        next = to < end ? to + 13 : end;
+        while (text < to && (*text == '\n' || *text == ' ')) text++;
+        while (to > text && (to[-1] == '\n' || to[-1] == ' ')) to--;
+        begin[i] = n;
+        n += llama_tokenize(m, text, (size_t)(to - text), LLAMA_BOS, out + n);
+        text = next;
+    }
+    begin[stories] = n;
+    return n;
+}
+
+static tkv_cache *new_cache(const llama_model *m, tkv_config *cfg) {
+    tkv_cache *kv = NULL;
+    llama_kv_config(m, cfg);
+    cfg->isa = tkv_test_isa();
+    CHECK_EQ(tkv_create(cfg, &kv), TKV_OK);
+    return kv;
+}
+
+static tkv_config all_of(tkv_format f) { /* hot, warm and archive */
+    tkv_config cfg = tkv_config_default();
+    cfg.hot.k = cfg.hot.v = f;
+    cfg.warm = cfg.archive = cfg.hot;
+    return cfg;
+}
+
+/* >>tokens */
+/* Encodes and decodes a text; the number of tokens. */
+static int round_trip(const llama_model *m, const char *text, size_t n) {
+    int *tokens = (int *)malloc((n + 2) * sizeof *tokens), count, before = -1, i, len;
+    char *back = (char *)malloc(n + 1);
+    size_t at = 0;
+    count = llama_tokenize(m, text, n, 0, tokens);
+    CHECK_LE(count, n + 2);
+    for (i = 0; i < count; i++) {
+        const char *piece = llama_piece(m, before, tokens[i], &len);
+        before = tokens[i];
+        if ((size_t)len > n - at) break;
+        memcpy(back + at, piece, (size_t)len);
+        at += (size_t)len;
+    }
+    CHECK_EQ(i, count);
+    CHECK_EQ(at, n);
+    CHECK_MEM(back, text, at);
+    free(tokens);
+    free(back);
+    return count;
+}
+
+static void check_tokens(const llama_model *m, const char *text, size_t n, int flags, const int *want,
+                         int count) {
+    int *tokens = (int *)malloc((n + 2) * sizeof *tokens), i;
+    const int got = llama_tokenize(m, text, n, flags, tokens);
+    CHECK_EQ(got, count);
+    for (i = 0; i < got && i < count; i++) CHECK_MSG(tokens[i] == want[i], "token %d: %d", i, tokens[i]);
+    free(tokens);
+}
+
+/* Counts of an independent program: best pair first over the whole text, without cutting it into words. */
+TEST(tokens_stories) {
+    static const int lily[] = {1, 385, 328, 432, 261, 376, 298, 315, 421, 395, 317};
+    static const char odd[] = "  two  spaces \n\nand \xe2\x80\x9cquotes\xe2\x80\x9d \xff\x80 \xc3";
+    llama_model m;
+    size_t n;
+    char *text;
+    if (!load_model("models/stories260K.bin", &m)) SKIP("no models/stories260K.bin");
+    check_tokens(&m, "One day, a little girl named Lily", 33, LLAMA_BOS, lily, 11);
+    round_trip(&m, odd, sizeof odd); /* the 0 at its end too */
+    text = load_text(stories_text, &n);
+    if (text) round_trip(&m, text, n > 100000 ? 100000 : n);
+    free(text);
+    llama_free(&m);
+}
+
+/* Counts of the Hugging Face tokenizers library on the whole files (303415 and 819124). */
+TEST(tokens_smollm2) {
+    static const int talk[] = {1, 4093, 198, 73, 2, 198};
+    static const char odd[] = "I've  3 x 15's\t\n \xc3\xa9t\xc3\xa9 \xe2\x80\x94 \x80\xe2\x82";
+    llama_model m;
+    size_t n;
+    char *text;
+    if (!load_smollm2(&m)) SKIP("no SmolLM2: make model, or TKV_SMOLLM2=file.gguf");
+    check_tokens(&m, "<|im_start|>user\nY<|im_end|>\n", 29, LLAMA_SPECIAL, talk, 6);
+    round_trip(&m, odd, sizeof odd);
+    text = load_text(wiki_text, &n);
+    if (text && !tkv_test_quick()) CHECK_EQ(round_trip(&m, text, n), 303415);
+    free(text);
+    llama_free(&m);
+}
+
+/* >>losses. Nats per token with an exact F32 cache, within 0.05 of the reference losses in the data's README.
+ * What is averaged: the first stories of the file, as tokenize_stories gives them, each chunk by itself and
+ * every token but a chunk's first predicted. They depend on where one stops: after some 55 stories the text
+ * has wrongly encoded quotes, which cost these models up to 5 nats per token. */
+static double chunk_losses(const llama_model *m, const int *tokens, const int *begin, int chunks,
+                           int *count) {
+    tkv_config cfg = all_of(TKV_F32);
+    tkv_cache *kv = new_cache(m, &cfg);
+    float *logits = (float *)malloc((size_t)TKV_BLOCK_TOKENS * (size_t)m->vocab * sizeof *logits);
+    double sum = 0;
+    int c, i, j, n;
+    *count = 0;
+    for (c = 0; c < chunks && kv; c++) {
+        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        for (i = begin[c]; i < begin[c + 1]; i += n) {
+            n = begin[c + 1] - i < TKV_BLOCK_TOKENS ? begin[c + 1] - i : TKV_BLOCK_TOKENS;
+            CHECK_EQ(llama_forward(m, kv, 0, tokens + i, n, logits, n), TKV_OK);
+            for (j = 0; j < n && i + j + 1 < begin[c + 1]; j++, ++*count)
+                sum += llama_loss(logits + (size_t)j * (size_t)m->vocab, m->vocab, tokens[i + j + 1]);
+        }
+    }
+    tkv_destroy(kv);
+    free(logits);
+    return sum / *count;
+}
+
+static double stories_loss(const llama_model *m, int stories, int chunk,
+                           int chunks) { /* chunk 0: story by story */
+    size_t size = 0;
+    char *text = load_text(stories_text, &size);
+    int *tokens = (int *)malloc((size + 1001) * sizeof *tokens), begin[1001], i, count;
+    double loss = 0;
+    const int n = text ? tokenize_stories(m, text, size, chunk ? 1000 : stories, tokens, begin) : 0;
+    for (i = 0; chunk && i <= chunks; i++) begin[i] = i * chunk;
+    CHECK_LE(chunk * chunks, n);
+    if (n) {
+        loss = chunk_losses(m, tokens, begin, chunk ? chunks : stories, &count);
+        printf("\n    %d tokens in %d chunks: %.4f", count, chunk ? chunks : stories, loss);
+    }
+    free(text);
+    free(tokens);
+    return loss;
+}
+
+TEST(loss_stories260K) {
+    const int chunks = tkv_test_quick() ? 1 : 40;
+    llama_model m;
+    double bin, gguf;
+    if (!load_model("models/stories260K.bin", &m) || !tkv_test_data(stories_text))
+        SKIP("no models or no texts");
+    bin = stories_loss(&m, 0, 512, chunks);
+    llama_free(&m);
+    CHECK_NEAR(bin, 1.412, 0.05);
+    if (tkv_test_quick() || !load_model("models/stories260K_tok512.gguf", &m)) return;
+    gguf = stories_loss(&m, 0, 512, chunks);
+    llama_free(&m);
+    CHECK_NEAR(gguf, bin, 1e-5); /* the same weights */
+}
+
+TEST(loss_stories15M) {
+    llama_model m;
+    if (tkv_test_quick()) SKIP("quick");
+    if (!load_model("models/stories15M.bin", &m) || !tkv_test_data(stories_text))
+        SKIP("no models or no texts");
+    CHECK_NEAR(stories_loss(&m, 50, 0, 0), 1.156, 0.05);
+    CHECK_NEAR(stories_loss(&m, 0, 256, 40), 1.329, 0.05);
+    m.rope_theta = 40000.0f; /* trained on 256 positions; this base stretches them to 512 */
+    CHECK_NEAR(stories_loss(&m, 0, 512, 20), 1.320, 0.05);
+    llama_free(&m);
+}
+
+/* >>greedy text against plain arrays */
+typedef struct arrays { /* K and V of all tokens: [layer][token][kv head][dim] */
+    const llama_model *m;
+    float *k, *v;
+    int n, room;
+} arrays;
+
+static tkv_status plain_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                                  float *out) {
+    const arrays *a = (const arrays *)ctx;
+    const llama_model *m = a->m;
+    const size_t dim = (size_t)m->head_dim, width = (size_t)m->n_kv_heads * dim;
+    float *keys = a->k + (size_t)layer * (size_t)a->room * width;
+    float *values = a->v + (size_t)layer * (size_t)a->room * width;
+    const int group = m->n_heads / m->n_kv_heads;
+    int i, h, j;
+    size_t d;
+    memcpy(keys + (size_t)a->n * width, k, (size_t)n * width * sizeof *k);
+    memcpy(values + (size_t)a->n * width, v, (size_t)n * width * sizeof *v);
+    for (i = 0; i < n; i++) {
+        for (h = 0; h < m->n_heads; h++, q += dim, out += dim) {
+            const size_t at = (size_t)(h / group) * dim;
+            double p[512], high = -1e300, sum = 0;
+            for (j = 0; j <= a->n + i; j++) {
+                p[j] = 0;
+                for (d = 0; d < dim; d++) p[j] += (double)q[d] * (double)keys[(size_t)j * width + at + d];
+                p[j] /= sqrt((double)dim);
+                if (p[j] > high) high = p[j];
+            }
+            for (j = 0; j <= a->n + i; j++) sum += p[j] = exp(p[j] - high);
+            for (d = 0; d < dim; d++) {
+                double o = 0;
+                for (j = 0; j <= a->n + i; j++) o += p[j] * (double)values[(size_t)j * width + at + d];
+                out[d] = (float)(o / sum);
+            }
+        }
+    }
+    return TKV_OK;
+}
+
+/* n tokens by the cache and by the arrays, each fed with its own choice after the prompt. */
+static void check_greedy(const llama_model *m, const char *prompt, int n) {
+    tkv_config cfg = all_of(TKV_F32);
+    tkv_cache *kv = new_cache(m, &cfg);
+    const size_t vocab = (size_t)m->vocab,
+                 size = (size_t)m->n_layers * (size_t)n * (size_t)(m->n_kv_heads * m->head_dim);
+    float *logits = (float *)malloc(2 * vocab * sizeof *logits);
+    int tokens[64], count = llama_tokenize(m, prompt, strlen(prompt), LLAMA_BOS, tokens), ours, theirs;
+    double far = 0;
+    size_t i;
+    arrays a;
+    a.m = m;
+    a.n = 0;
+    a.room = n;
+    a.k = (float *)malloc(size * sizeof *a.k);
+    a.v = (float *)malloc(size * sizeof *a.v);
+    ours = theirs = tokens[0];
+    while (a.n < n && kv) {
+        if (a.n < count) ours = theirs = tokens[a.n];
+        CHECK_EQ(llama_forward(m, kv, 0, &ours, 1, logits, 1), TKV_OK);
+        CHECK_EQ(llama_forward_with(m, &theirs, 1, a.n, plain_attention, &a, logits + vocab, 1), TKV_OK);
+        a.n++;
+        for (i = 0; i < vocab; i++) {
+            const double d = fabs((double)logits[i] - (double)logits[vocab + i]);
+            if (d > far) far = d;
+        }
+        ours = llama_argmax(logits, m->vocab);
+        theirs = llama_argmax(logits + vocab, m->vocab);
+        CHECK_MSG(ours == theirs, "token %d: %d and %d", a.n, ours, theirs);
+    }
+    CHECK_EQ(tkv_seq_len(kv, 0), n);
+    CHECK_LE(far, 1e-3);
+    printf("\n    %d tokens; logits differ by %.1e at most", n, far);
+    tkv_destroy(kv);
+    free(logits);
+    free(a.k);
+    free(a.v);
+}
+
+TEST(greedy_stories260K_bin) {
+    llama_model m;
+    if (!load_model("models/stories260K.bin", &m)) SKIP("no models/stories260K.bin");
+    check_greedy(&m, "Once upon a time", tkv_test_quick() ? 220 : 500);
+    llama_free(&m);
+}
+
+TEST(greedy_stories260K_gguf) {
+    llama_model m;
+    if (!load_model("models/stories260K_tok512.gguf", &m)) SKIP("no models/stories260K_tok512.gguf");
+    check_greedy(&m, "One day, a dog", 220);
+    llama_free(&m);
+}
+
+TEST(greedy_stories15M) {
+    llama_model m;
+    if (tkv_test_quick()) SKIP("quick");
+    if (!load_model("models/stories15M.bin", &m)) SKIP("no models/stories15M.bin");
+    check_greedy(&m, "Once upon a time", 256);
+    llama_free(&m);
+}
+
+/* >>chunks of 64 that end where a block leaves the hot tail see what single tokens see (design section 7).
+ * Other chunks do not, which shows that the check can fail. */
+static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *far) {
+    tkv_config cfg = tkv_config_default();
+    const size_t vocab = (size_t)m->vocab;
+    float *one = (float *)malloc(vocab * sizeof *one), *many = (float *)malloc(256 * vocab * sizeof *many);
+    tkv_cache *a, *b;
+    tkv_tier_info tiers;
+    int pos, chunk, j;
+    double sum = 0;
+    size_t i;
+    cfg.hot.k = cfg.hot.v = TKV_F32; /* rounding to F16 would turn last bits into larger steps */
+    cfg.warm_tokens = 128;           /* so that the archive gets its share */
+    a = new_cache(m, &cfg);
+    b = new_cache(m, &cfg);
+    *far = 0;
+    for (pos = 0; pos < n; pos += chunk) {
+        chunk = pos || !shift ? llama_chunk(&cfg, pos - shift, n - pos) : llama_chunk(&cfg, 0, n) + shift;
+        CHECK_EQ(llama_forward(m, a, 0, tokens + pos, chunk, many, chunk), TKV_OK);
+        for (j = 0; j < chunk; j++) {
+            const float *row = many + (size_t)j * vocab;
+            CHECK_EQ(llama_forward(m, b, 0, tokens + pos + j, 1, one, 1), TKV_OK);
+            for (i = 0; i < vocab; i++) {
+                const double d = fabs((double)one[i] - (double)row[i]);
+                if (d > *far) *far = d;
+            }
+            sum += llama_divergence(one, row, m->vocab);
+        }
+    }
+    CHECK_EQ(tkv_tier_counts(b, 0, 0, &tiers), TKV_OK);
+    CHECK_EQ(tiers.tokens[TKV_WARM], 128);
+    CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    free(one);
+    free(many);
+    return sum / n;
+}
+
+TEST(chunks_are_single_tokens) {
+    const int n = tkv_test_quick() ? 270 : 500;
+    llama_model m;
+    size_t size = 0;
+    char *text;
+    int *tokens, begin[21];
+    double kl, far;
+    if (!load_model("models/stories260K.bin", &m) || !tkv_test_data(stories_text))
+        SKIP("no model or no text");
+    text = load_text(stories_text, &size);
+    tokens = (int *)malloc((size + 21) * sizeof *tokens);
+    CHECK_LE(n, tokenize_stories(&m, text, size, 20, tokens, begin));
+    kl = chunks_differ(&m, tokens, n, 0, &far);
+    printf("\n    %d tokens; logits differ by %.1e at most, KL %.1e", n, far, kl);
+    CHECK_LE(far, 0.02);
+    CHECK_LE(kl, 1e-7);
+    kl = chunks_differ(&m, tokens, n, 32, &far);
+    printf("\n    cut 32 tokens later: %.1e, KL %.1e", far, kl);
+    CHECK_LE(0.1, far);
+    CHECK_LE(1e-5, kl);
+    llama_free(&m);
+    free(text);
+    free(tokens);
+}
+
+/* >>what the tiers cost, read on the decode path */
+enum { EXACT, KIVI4, TIERS, HALF, PLANS };
+static const char *const plan_names[PLANS] = {"exact, F32", "KIVI-4", "three tiers", "exact, F16"};
+
+typedef struct quality {
+    double loss, kl; /* per token */
+    double same;     /* likeliest tokens that are the exact cache's, a share */
+} quality;
+
+/* `windows` windows of n tokens each, by the first plans side by side. */
+static void measure(const llama_model *m, const int *tokens, int n, int windows, int warm, int plans,
+                    quality *out) {
+    tkv_config cfg[PLANS];
+    tkv_cache *kv[PLANS];
+    float *logits[PLANS];
+    const size_t vocab = (size_t)m->vocab;
+    const double count = (double)n * windows;
+    tkv_tier_info tiers;
+    int p, w, pos, chunk, j;
+    cfg[EXACT] = all_of(TKV_F32);
+    cfg[HALF] = all_of(TKV_F16);
+    cfg[KIVI4] = cfg[TIERS] = tkv_config_default();
+    cfg[KIVI4].archive.k = cfg[KIVI4].archive.v = TKV_KIVI4;
+    for (p = 0; p < plans; p++) {
+        cfg[p].warm_tokens = warm;
+        kv[p] = new_cache(m, &cfg[p]);
+        logits[p] = (float *)malloc(128 * vocab * sizeof **logits);
+        memset(&out[p], 0, sizeof out[p]);
+    }
+    for (w = 0; w < windows; w++, tokens += n) {
+        for (p = 0; p < plans; p++) CHECK_EQ(tkv_reset(kv[p], 0), TKV_OK);
+        for (pos = 0; pos < n; pos += chunk) {
+            chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
+            for (p = 0; p < plans; p++) {
+                CHECK_EQ(llama_forward(m, kv[p], 0, tokens + pos, chunk, logits[p], chunk), TKV_OK);
+                for (j = 0; j < chunk; j++) {
+                    const float *row = logits[p] + (size_t)j * vocab,
+                                *exact = logits[EXACT] + (size_t)j * vocab;
+                    if (pos + j + 1 < n) out[p].loss += llama_loss(row, m->vocab, tokens[pos + j + 1]);
+                    if (p != EXACT) out[p].kl += llama_divergence(exact, row, m->vocab) / count;
+                    out[p].same += (llama_argmax(exact, m->vocab) == llama_argmax(row, m->vocab)) / count;
+                }
+            }
+        }
+        CHECK_EQ(tkv_tier_counts(kv[TIERS], 0, m->n_layers - 1, &tiers), TKV_OK);
+        CHECK_EQ(tiers.tokens[TKV_WARM], warm);
+        CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+    }
+    printf("\n    %d windows of %d tokens, %d warm      perplexity  KL        same choice", windows, n, warm);
+    for (p = 0; p < plans; p++) {
+        out[p].loss /= count - windows;
+        printf("\n      %-12s %35.4f  %.6f  %5.1f %%", plan_names[p], exp(out[p].loss), out[p].kl,
+               100 * out[p].same);
+        tkv_destroy(kv[p]);
+        free(logits[p]);
+    }
+    CHECK_LE(1e-5, out[KIVI4].kl); /* something was compressed */
+    CHECK_LE(1.5 * out[KIVI4].kl, out[TIERS].kl);
+}
+
+TEST(quality_stories15M) {
+    llama_model m;
+    quality q[PLANS];
+    size_t size = 0;
+    char *text;
+    int *tokens, begin[101];
+    if (tkv_test_quick()) SKIP("quick");
+    if (!load_model("models/stories15M.bin", &m) || !tkv_test_data(stories_text)) SKIP("no model or no text");
+    m.rope_theta = 40000.0f;
+    text = load_text(stories_text, &size);
+    tokens = (int *)malloc((size + 101) * sizeof *tokens);
+    CHECK_LE(2 * 512, tokenize_stories(&m, text, size, 100, tokens, begin));
+    measure(&m, tokens, 512, 2, 128, PLANS, q);
+    CHECK_LE(q[KIVI4].kl, 0.0005); /* these stories look back little: without the archive it would be */
+    CHECK_LE(q[TIERS].kl, 0.001);  /* 0.00126 */
+    CHECK_NEAR(q[KIVI4].loss, q[EXACT].loss, 0.01);
+    CHECK_NEAR(q[TIERS].loss, q[EXACT].loss, 0.02);
+    CHECK_LE(q[HALF].kl, 1e-5);
+    CHECK_NEAR(q[HALF].loss, q[EXACT].loss, 1e-3);
+    llama_free(&m);
+    free(text);
+    free(tokens);
+}
+
+TEST(quality_smollm2) {
+    llama_model m;
+    quality q[PLANS];
+    size_t size = 0;
+    char *text;
+    int *tokens;
+    if (tkv_test_quick()) SKIP("quick");
+    if (!load_smollm2(&m)) SKIP("no SmolLM2: make model, or TKV_SMOLLM2=file.gguf");
+    text = load_text(wiki_text, &size);
+    if (!text) SKIP("no text/wiki.test.raw");
+    tokens = (int *)malloc(20000 * sizeof *tokens);
+    CHECK_LE(580, llama_tokenize(&m, text, 19000, 0, tokens));
+    measure(&m, tokens, 580, 1, 192, HALF, q);
+    CHECK_LE(q[KIVI4].kl, 0.005);
+    CHECK_LE(q[TIERS].kl, 0.1); /* without the archive 0.56 */
+    CHECK_NEAR(q[KIVI4].loss, q[EXACT].loss, 0.03);
+    CHECK_NEAR(q[TIERS].loss, q[EXACT].loss, 0.15);
+    llama_free(&m);
+    free(text);
+    free(tokens);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(tokens_stories);
+    RUN(tokens_smollm2);
+    RUN(loss_stories260K);
+    RUN(loss_stories15M);
+    RUN(greedy_stories260K_bin);
+    RUN(greedy_stories260K_gguf);
+    RUN(greedy_stories15M);
+    RUN(chunks_are_single_tokens);
+    RUN(quality_stories15M);
+    RUN(quality_smollm2);
+    return tkv_test_end();
+}

@@ -1,0 +1,357 @@
+/*
+ * test_threads.c - attention with workers: the bits must not depend on them. Run it under -fsanitize=thread.
+ *
+ * The workers are real threads that take tasks in a random order, each the next one when it is done with
+ * its last.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "tkv_test.h"
+
+#if !defined(__wasm__)
+#include <pthread.h>
+#define HAVE_THREADS 1
+#else
+#define HAVE_THREADS 0
+#endif
+
+#if HAVE_THREADS
+
+/* >>workers */
+enum { MAX_WORKERS = 7, MAX_TASKS = 8192 };
+
+typedef struct workers { /* of one cache; any number of calls may run at once */
+    pthread_mutex_t lock;
+    int n;           /* threads per call */
+    tkv_rng rng;     /* order of tasks */
+    int calls, most; /* calls, tasks of the largest */
+} workers;
+
+typedef struct job {
+    pthread_mutex_t lock;
+    tkv_task task;
+    void *ctx;
+    int next, n, done;
+    int order[MAX_TASKS];
+} job;
+
+static void *work(void *arg) {
+    job *j = (job *)arg;
+    for (;;) {
+        int at;
+        pthread_mutex_lock(&j->lock);
+        at = j->next < j->n ? j->order[j->next++] : -1;
+        pthread_mutex_unlock(&j->lock);
+        if (at < 0) return NULL;
+        j->task(j->ctx, at);
+        pthread_mutex_lock(&j->lock);
+        j->done++;
+        pthread_mutex_unlock(&j->lock);
+    }
+}
+
+static void fail_hard(const char *what) {
+    printf("%s\n", what);
+    exit(2);
+}
+
+static void parallel_for(void *user, int n_tasks, tkv_task task, void *ctx) {
+    workers *w = (workers *)user;
+    pthread_t thread[MAX_WORKERS];
+    job *j = (job *)calloc(1, sizeof *j);
+    int i;
+    if (!j || n_tasks > MAX_TASKS) fail_hard("too many tasks");
+    pthread_mutex_init(&j->lock, NULL);
+    j->task = task;
+    j->ctx = ctx;
+    j->n = n_tasks;
+    pthread_mutex_lock(&w->lock);
+    w->calls++;
+    if (n_tasks > w->most) w->most = n_tasks;
+    for (i = 0; i < n_tasks; i++) {
+        int at = tkv_rng_below(&w->rng, i + 1);
+        j->order[i] = j->order[at];
+        j->order[at] = i;
+    }
+    pthread_mutex_unlock(&w->lock);
+    for (i = 0; i < w->n; i++)
+        if (pthread_create(&thread[i], NULL, work, j)) fail_hard("no thread");
+    for (i = 0; i < w->n; i++) pthread_join(thread[i], NULL);
+    if (j->done != n_tasks) fail_hard("tasks were lost");
+    pthread_mutex_destroy(&j->lock);
+    free(j);
+}
+
+static void workers_init(workers *w, int n) {
+    memset(w, 0, sizeof *w);
+    pthread_mutex_init(&w->lock, NULL);
+    w->n = n;
+    w->rng = tkv_rng_seed((uint64_t)n);
+}
+
+/* >>caches of equal content, with and without workers */
+enum { HEADS = 8, KV_HEADS = 2, DK = 32, DV = 24, MAX_ROWS = 50 };
+
+typedef struct contents {
+    int tokens[3]; /* of three sequences */
+    tkv_format hot, warm, archive;
+} contents;
+
+static tkv_cache *filled(const contents *c, workers *w) {
+    tkv_config cfg = tkv_config_default();
+    tkv_cache *kv = NULL;
+    tkv_rng rng = tkv_rng_seed(8);
+    float *k, *v;
+    int seq, i;
+    cfg.n_layers = 1;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DK;
+    cfg.v_head_dim = DV;
+    cfg.max_seqs = 3;
+    cfg.hot_tokens = 50;
+    cfg.warm_tokens = 200;
+    cfg.hot.k = cfg.hot.v = c->hot;
+    cfg.warm.k = cfg.warm.v = c->warm;
+    cfg.archive.k = cfg.archive.v = c->archive;
+    cfg.isa = tkv_test_isa();
+    if (w) {
+        cfg.parallel_for = parallel_for;
+        cfg.parallel_user = w;
+    }
+    if (tkv_create(&cfg, &kv) != TKV_OK) fail_hard("no cache");
+    k = (float *)calloc(100 * KV_HEADS * DK, sizeof(float));
+    v = (float *)calloc(100 * KV_HEADS * DV, sizeof(float));
+    if (!k || !v) fail_hard("no memory");
+    for (seq = 0; seq < 3; seq++)
+        for (i = 0; i < c->tokens[seq]; i += 100) {
+            int n = c->tokens[seq] - i < 100 ? c->tokens[seq] - i : 100;
+            tkv_rng_fill(&rng, k, (size_t)(n * KV_HEADS * DK), 1.0);
+            tkv_rng_fill(&rng, v, (size_t)(n * KV_HEADS * DV), 1.0);
+            CHECK_EQ(tkv_append(kv, seq, 0, k, v, n), TKV_OK);
+        }
+    free(k);
+    free(v);
+    return kv;
+}
+
+/* >>calls: outputs of each, zeros where it writes nothing */
+typedef struct outputs {
+    float out[MAX_ROWS * HEADS * DV], lse[MAX_ROWS * HEADS], mass[3 * 3000];
+} outputs;
+
+enum { DECODE, DECODE_MASS, SMALL, PREFILL, BATCH, N_CALLS };
+
+static const char *const call_name[N_CALLS] = {"1 query", "1 query with mass", "5 queries",
+                                               "50 queries with mass", "batch with mass, softcap, window"};
+
+static tkv_status make_call(tkv_cache *kv, int which, const float *q, outputs *o) {
+    static const tkv_rows rows[3] = {{1, 9}, {0, 20}, {2, 1}};
+    tkv_attend_params p;
+    memset(o, 0, sizeof *o);
+    memset(&p, 0, sizeof p);
+    p.q = q;
+    p.out = o->out;
+    p.n = which == SMALL ? 5 : which == PREFILL ? MAX_ROWS : 1;
+    p.lse = o->lse;
+    if (which != DECODE && which != SMALL) p.mass = o->mass;
+    if (which == BATCH) {
+        p.batch = rows;
+        p.n_batch = 3;
+        p.softcap = 4.0f;
+        p.window = 500;
+        p.mass_stride = 3000;
+    }
+    return tkv_attend_ex(kv, &p);
+}
+
+static int same(const outputs *a, const outputs *b) { return memcmp(a, b, sizeof *a) == 0; }
+
+static int has_numbers(const outputs *o) {
+    int i, n = 0;
+    for (i = 0; i < HEADS * DV; i++) n += o->out[i] != 0.0f;
+    return n > HEADS * DV / 2;
+}
+
+static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2};
+static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16};
+static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3};
+static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32};
+
+static float *make_queries(void) {
+    float *q = (float *)calloc(MAX_ROWS * HEADS * DK, sizeof(float));
+    tkv_rng rng = tkv_rng_seed(4);
+    if (!q) fail_hard("no memory");
+    tkv_rng_fill(&rng, q, MAX_ROWS * HEADS * DK, 1.5);
+    return q;
+}
+
+static void check_threads(const contents *c) {
+    static const int threads[] = {1, 2, 3, 7};
+    static outputs serial[N_CALLS], o;
+    tkv_cache *plain = filled(c, NULL);
+    float *q = make_queries();
+    int i, which, again;
+    for (which = 0; which < N_CALLS; which++) {
+        CHECK_EQ(make_call(plain, which, q, &serial[which]), TKV_OK);
+        CHECK(has_numbers(&serial[which]));
+    }
+    for (i = 0; i < 4; i++) {
+        workers w;
+        if (tkv_test_quick() && threads[i] != 3) continue;
+        tkv_cache *kv;
+        workers_init(&w, threads[i]);
+        kv = filled(c, &w);
+        CHECK_EQ(w.calls, 0);
+        for (which = 0; which < N_CALLS; which++)
+            for (again = 0; again < (tkv_test_quick() ? 1 : 2); again++) { /* in other orders */
+                w.calls = 0;
+                CHECK_EQ(make_call(kv, which, q, &o), TKV_OK);
+                CHECK_MSG(same(&o, &serial[which]),
+                          "%s, %d threads, %d tokens: other bits than without threads", call_name[which],
+                          threads[i], c->tokens[0]);
+                CHECK_MSG(w.calls > 0, "%s, %d tokens: the workers had nothing to do", call_name[which],
+                          c->tokens[0]);
+            }
+        CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+        tkv_destroy(kv);
+        pthread_mutex_destroy(&w.lock);
+    }
+    tkv_destroy(plain);
+    free(q);
+}
+
+TEST(threads_many_tiers) { check_threads(&many_tiers); }
+TEST(threads_exact) { check_threads(&all_exact); }
+TEST(threads_mixed) {
+    if (tkv_test_quick()) SKIP("long");
+    check_threads(&mixed);
+}
+TEST(threads_few_tokens) { check_threads(&few_tokens); }
+
+/* Decoding is cut along the keys, so that one query has work for many; prefill along the queries. */
+TEST(both_cuts_are_used) {
+    workers w;
+    static outputs o;
+    tkv_cache *kv;
+    float *q = make_queries();
+    workers_init(&w, 3);
+    kv = filled(&many_tiers, &w);
+    CHECK_EQ(make_call(kv, DECODE, q, &o), TKV_OK);
+    CHECK(w.most > KV_HEADS); /* whose 4 query heads are one tile each */
+    CHECK_EQ(w.most % KV_HEADS, 0);
+    w.most = 0;
+    CHECK_EQ(make_call(kv, PREFILL, q, &o), TKV_OK);
+    CHECK_EQ(w.most, KV_HEADS * ((MAX_ROWS * HEADS / KV_HEADS + TKVI_ROWS - 1) / TKVI_ROWS));
+    tkv_destroy(kv);
+    pthread_mutex_destroy(&w.lock);
+    free(q);
+}
+
+/* >>callers side by side on one cache, between writes */
+enum { CALLERS = 4, GROWTH = 17 };
+
+typedef struct caller {
+    pthread_t thread;
+    tkv_cache *kv;
+    const float *q;
+    const outputs *want;
+    outputs *o;
+    int number, rounds, tokens, wrong, errors;
+} caller;
+
+static void *attend_again(void *arg) {
+    caller *c = (caller *)arg;
+    float k[KV_HEADS * DK];
+    int i;
+    for (i = 0; i < c->rounds; i++) {
+        int which = (c->number + i) % N_CALLS;
+        c->errors += make_call(c->kv, which, c->q, c->o) != TKV_OK;
+        c->wrong += !same(c->o, &c->want[which]);
+        c->errors += tkv_read(c->kv, 0, 0, 40 * i, 1, k, NULL) != TKV_OK;
+        c->errors += tkv_layer_len(c->kv, 0, 0) != c->tokens;
+    }
+    return NULL;
+}
+
+static void run_callers(tkv_cache *kv, const float *q, const outputs *want, int tokens) {
+    static outputs o[CALLERS];
+    caller c[CALLERS];
+    int i;
+    memset(c, 0, sizeof c);
+    for (i = 0; i < CALLERS; i++) {
+        c[i].kv = kv;
+        c[i].q = q;
+        c[i].want = want;
+        c[i].o = &o[i];
+        c[i].number = i;
+        c[i].rounds = tkv_test_quick() ? 2 : 2 * N_CALLS;
+        c[i].tokens = tokens;
+        if (pthread_create(&c[i].thread, NULL, attend_again, &c[i])) fail_hard("no thread");
+    }
+    for (i = 0; i < CALLERS; i++) {
+        pthread_join(c[i].thread, NULL);
+        CHECK_EQ(c[i].wrong, 0);
+        CHECK_EQ(c[i].errors, 0);
+    }
+}
+
+/* pool: threads of parallel_for, or 0. Nothing but starting and joining the callers orders the writes. */
+static void check_callers(int pool) {
+    static outputs want[N_CALLS];
+    workers w;
+    tkv_cache *plain = filled(&many_tiers, NULL), *kv;
+    float *q = make_queries(), k[GROWTH * KV_HEADS * DK], v[GROWTH * KV_HEADS * DV];
+    tkv_rng rng = tkv_rng_seed(17);
+    int step, which, tokens = many_tiers.tokens[0];
+    workers_init(&w, pool);
+    kv = filled(&many_tiers, pool ? &w : NULL);
+    for (step = 0; step < (tkv_test_quick() ? 1 : 4); step++) {
+        for (which = 0; which < N_CALLS; which++) {
+            CHECK_EQ(make_call(plain, which, q, &want[which]), TKV_OK);
+            CHECK(has_numbers(&want[which]));
+        }
+        run_callers(kv, q, want, tokens);
+        tkv_rng_fill(&rng, k, GROWTH * KV_HEADS * DK, 1.0);
+        tkv_rng_fill(&rng, v, GROWTH * KV_HEADS * DV, 1.0);
+        CHECK_EQ(tkv_append(kv, 0, 0, k, v, GROWTH), TKV_OK);
+        CHECK_EQ(tkv_append(plain, 0, 0, k, v, GROWTH), TKV_OK);
+        tokens += GROWTH;
+    }
+    CHECK(!pool || w.calls > 0);
+    CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+    tkv_destroy(kv);
+    tkv_destroy(plain);
+    pthread_mutex_destroy(&w.lock);
+    free(q);
+}
+
+TEST(callers_side_by_side) {
+    if (tkv_test_quick()) SKIP("long");
+    check_callers(0);
+}
+TEST(callers_with_workers) { check_callers(3); }
+
+#else /* no threads here */
+#define NO_THREADS_(name)                                                                                    \
+    TEST(name) { SKIP("no threads here"); }
+NO_THREADS_(threads_many_tiers)
+NO_THREADS_(threads_exact)
+NO_THREADS_(threads_mixed)
+NO_THREADS_(threads_few_tokens)
+NO_THREADS_(both_cuts_are_used)
+NO_THREADS_(callers_side_by_side)
+NO_THREADS_(callers_with_workers)
+#endif
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(threads_many_tiers);
+    RUN(threads_exact);
+    RUN(threads_mixed);
+    RUN(threads_few_tokens);
+    RUN(both_cuts_are_used);
+    RUN(callers_side_by_side);
+    RUN(callers_with_workers);
+    return tkv_test_end();
+}

@@ -1,0 +1,20 @@
+// Runs a WASI program: node tests/wasm_run.mjs program.wasm [argument ...]
+// It sees the current directory, ../shared/data, $TKV_DATA, and the environment variables whose names begin with TKV_.
+import { existsSync } from 'node:fs';
+import { readFile } from 'node:fs/promises';
+import { argv, env, exit } from 'node:process';
+import { WASI } from 'node:wasi';
+
+const preopens = {};
+for (const directory of ['.', '../shared/data', env.TKV_DATA]) {
+    if (directory && existsSync(directory)) preopens[directory] = directory;
+}
+const wasi = new WASI({
+    version: 'preview1',
+    args: argv.slice(2),
+    env: Object.fromEntries(Object.entries(env).filter(([name]) => name.startsWith('TKV_'))),
+    preopens,
+    returnOnExit: true,
+});
+const program = await WebAssembly.compile(await readFile(argv[2]));
+exit(wasi.start(await WebAssembly.instantiate(program, { wasi_snapshot_preview1: wasi.wasiImport })));
