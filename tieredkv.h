@@ -4873,8 +4873,8 @@ static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, f
 static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, int chunk, float *m, float *l,
                                     float *o) {
     const tkv_cache *kv = u->call->kv;
-    float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, t, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk);
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, t, k, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk);
     memset(o, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
     for (r = 0; r < u->rows; r++) {
         m[r] = TKVI_HIDDEN;
@@ -4894,10 +4894,12 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, i
             }
             seen = 1;
             if (most > m[r]) {
-                float shrink = TKVI_IS_HIDDEN(m[r]) ? 0.0f : expf(m[r] - most);
-                float *row = o + r * u->v_pad;
-                for (t = 0; t < u->v_pad; t++) row[t] *= shrink;
-                l[r] *= shrink;
+                if (!TKVI_IS_HIDDEN(m[r])) { /* else o and l are still 0 */
+                    float shrink = expf(m[r] - most), *row = o + r * u->v_pad;
+                    for (t = 0; t < u->v_pad; t += 16) /* 16 at a time: vectors also at -O2 */
+                        for (k = 0; k < 16; k++) row[t + k] *= shrink;
+                    l[r] *= shrink;
+                }
                 m[r] = most;
             }
             l[r] += kv->kernels->exp64(s, m[r], w);
@@ -4915,7 +4917,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, i
 static TKVI_NOINLINE void tkvi_merge_row(float *m, float *l, float *o, float m2, float l2, const float *o2,
                                          int dim) {
     float a, b;
-    int i;
+    int i, k;
     if (!(l2 > 0.0f)) return;
     if (!(*l > 0.0f)) {
         *m = m2;
@@ -4927,7 +4929,8 @@ static TKVI_NOINLINE void tkvi_merge_row(float *m, float *l, float *o, float m2,
     b = m2 > *m ? 1.0f : expf(m2 - *m);
     *m = m2 > *m ? m2 : *m;
     *l = *l * a + l2 * b;
-    for (i = 0; i < dim; i++) o[i] = o[i] * a + o2[i] * b;
+    for (i = 0; i < dim; i += 16)
+        for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
 }
 
 /* The unit's rows go out; learned sinks join the sum. */
@@ -4991,8 +4994,8 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
 static void tkvi_run_unit(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     float m[TKVI_ROWS], l[TKVI_ROWS], m2[TKVI_ROWS], l2[TKVI_ROWS];
-    float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o2[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_queries q;
+    TKVI_ALIGNED float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o2[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     int chunk, r;
     tkvi_find_unit(w->call, index, &u);
@@ -5014,7 +5017,7 @@ static void tkvi_run_part(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
     float *o;
-    tkvi_queries q;
+    TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     tkvi_find_unit(w->call, index / w->n_chunks, &u);
     if (chunk >= u.n_chunks) return;
@@ -5025,7 +5028,7 @@ static void tkvi_run_part(void *ctx, int index) {
 
 static void tkvi_merge_parts(const tkvi_work *w, int unit) {
     float m[TKVI_ROWS], l[TKVI_ROWS], o[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_queries q;
+    TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     int chunk, r;
     tkvi_find_unit(w->call, unit, &u);
@@ -5067,7 +5070,7 @@ static void tkvi_run_mass(void *ctx, int index) {
     float scores[TKVI_ROWS * TKVI_BLOCK];
     int number, i, r, t;
     for (number = 0; number < w->n_units; number++) {
-        tkvi_queries q;
+        TKVI_ALIGNED tkvi_queries q;
         tkvi_unit u;
         int last;
         tkvi_find_unit(c, number, &u);
