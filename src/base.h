@@ -25,6 +25,15 @@
 #define TKVI_NOINLINE
 #endif
 
+/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ALIGNED __attribute__((aligned(64)))
+#elif defined(_MSC_VER)
+#define TKVI_ALIGNED __declspec(align(64))
+#else
+#define TKVI_ALIGNED
+#endif
+
 /* >>bits */
 static uint32_t tkvi_bits(float x) {
     uint32_t u;

@@ -13,16 +13,12 @@
 #include "kernels.h"
 
 /* >>compilers */
-/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_ALIGNED __attribute__((aligned(64)))
-#elif defined(_MSC_VER)
-#define TKVI_ALIGNED __declspec(align(64))
-#else
-#define TKVI_ALIGNED
+/* gcc -m32 -ffast-math without SSE refuses its own intrinsics: the scalar kernels do there. */
+#if defined(__i386__) && defined(__FAST_MATH__) && !defined(__SSE2__)
+#define TKVI_NO_X86
 #endif
-
-#if !defined(TKV_NO_SIMD) && (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
+#if !defined(TKV_NO_SIMD) && !defined(TKVI_NO_X86) &&                                                        \
+    (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
 #define TKVI_X86
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -40,14 +36,10 @@
 #endif
 #endif
 #elif defined(_MSC_VER)
-/* Intrinsics need no flag. AVX-512 only when asked for: MSVC 19.38 let it leak into AVX2 code. */
+/* Intrinsics need no flag. No AVX-512: MSVC 19.38 let it leak into AVX2 code. */
 #define TKVI_X86
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
-#if defined(TKV_MSVC_AVX512) && !defined(TKV_NO_AVX512)
-#define TKVI_AVX512
-#define TKVI_TARGET_AVX512
-#endif
 #endif
 #endif
 
