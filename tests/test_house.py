@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""tools/amalgamate.py builds what it should and refuses what it should; the version is the same everywhere."""
+"""tools/amalgamate.py builds what it should and refuses what it should; the version is the same
+everywhere; the README's code runs."""
 import os
 import re
 import shutil
@@ -128,6 +129,25 @@ class Version(unittest.TestCase):
         self.assertEqual(re.search(r"\n## (\S+)", read("CHANGELOG.md")).group(1), version)
         manual = read("src", "doc.h")
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
+
+
+class Readme(unittest.TestCase):
+    def test_code_runs(self):
+        """The 20 lines build as they stand, with the header beside them, and print what the text says."""
+        code = re.search(r"```c\n(.*?)```", read("README.md"), re.S).group(1)
+        self.assertLessEqual(len(code.splitlines()), 26)
+        with tempfile.TemporaryDirectory() as place:
+            with open(os.path.join(place, "program.c"), "w") as f:
+                f.write(code)
+            shutil.copy(os.path.join(ROOT, "tieredkv.h"), place)
+            program = os.path.join(place, "a.out")
+            subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "program.c", "-o", program, "-lm"], cwd=place)
+            said = subprocess.check_output([program]).decode()
+        self.assertRegex(said, r"^2000 tokens in \d+ bytes, [3-6]\.\d times less than FP16\n$")
+
+    def test_links_lead_somewhere(self):
+        for target in re.findall(r"\]\(([^)#]+)\)", read("README.md")):
+            self.assertTrue("://" in target or os.path.exists(os.path.join(ROOT, target)), target)
 
 
 if __name__ == "__main__":
