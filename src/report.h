@@ -6,6 +6,7 @@
 #define TKVI_REPORT_H
 
 #include "reference.h"
+#include "sequence.h"
 
 TKV_API int tkv_version(void) { return TKV_VERSION; }
 
