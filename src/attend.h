@@ -13,7 +13,7 @@
  * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
  * additions here and not there).
  *
- * Scores are relative to a reference key (the newest): see kernels.h. `origin` = scale q.ref brings the
+ * Scores are relative to a reference key (what recent keys share): see kernels.h. `origin` = scale q.ref brings the
  * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
  */
 #ifndef TKVI_ATTEND_H
@@ -40,6 +40,7 @@ typedef struct tkvi_call {
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
     int i, longest = 0;
+    int64_t rows = 0;
     if (!kv || !p) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     memset(c, 0, sizeof *c);
@@ -52,29 +53,36 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->layer < 0 || p->layer >= cfg->n_layers || c->n_rows < 0 || c->n_rows > cfg->max_seqs)
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored < 0) return TKV_ERR_ARG;
+    if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
-        int len;
+        const tkvi_list *list;
+        int len, oldest;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
-        len = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored)->len;
+        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
+        /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
+        oldest = c->window ? len - c->rows[i].n + 1 - c->window : 0;
+        if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
     }
     if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (p->window < TKV_NONE || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
-    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
     c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
     c->out_head = p->out_head_stride ? p->out_head_stride : cfg->v_head_dim;
     c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->n_heads * cfg->v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
-    c->bits_stride = p->mask_bits_stride ? p->mask_bits_stride : (p->mask_bits_n + 63) / 64;
+    c->bits_stride =
+        p->mask_bits_stride ? p->mask_bits_stride : p->mask_bits_n / 64 + (p->mask_bits_n % 64 > 0);
     c->mass_stride = p->mass_stride ? p->mass_stride : longest;
-    return TKV_OK;
+    return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
 /* >>unit: a tile of query rows of one KV head of one sequence */
@@ -152,17 +160,36 @@ static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_
     return r;
 }
 
+/* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
+ * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
+static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
+    float key[3][TKV_MAX_HEAD_DIM];
+    int last = u->list->n - 1, from, i, c;
+    memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
+    if (last < 0) return;
+    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
+    for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
+        int block = i < 2 ? from : last, start = tkvi_block_start(u->call->kv, u->ids, block);
+        int end = tkvi_block_end(u->call->kv, u->list, u->ids, block);
+        const uint8_t *bytes;
+        const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        tkvi_decode_side(&rec->k, bytes,
+                         i == 0 ? 0 : end - 1 - start - (i == 1 && from == last && end - start > 2), 1,
+                         key[i], 0);
+    }
+    for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
+        float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
+        float middle = x < lo ? lo : x > hi ? hi : x;
+        lo = x < lo ? x : lo;
+        hi = x > hi ? x : hi;
+        if (hi - lo < 0.25f * (middle < 0.0f ? -middle : middle)) ref[c] = middle;
+    }
+}
+
 static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.head_dim, r, i;
-    memset(q->ref, 0, sizeof q->ref);
-    if (u->list->n > 0) {
-        const uint8_t *bytes;
-        int last = u->list->n - 1;
-        const tkvi_record *rec = tkvi_record_of(u, last, &bytes);
-        tkvi_decode_side(&rec->k, bytes, u->list->len - 1 - tkvi_block_start(c->kv, u->ids, last), 1, q->ref,
-                         0);
-    }
+    tkvi_reference_key(u, q->ref);
     for (r = 0; r < u->rows; r++) {
         float *row = q->q + r * u->k_pad;
         ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
@@ -189,7 +216,7 @@ static void tkvi_modify(const tkvi_unit *u, int r, float origin, int start, int 
     if (p->mask)
         for (t = 0; t < n; t++) {
             float m = p->mask[row * u->call->mask_stride + start + t];
-            s[t] = m > TKVI_HIDDEN ? s[t] + m : TKVI_HIDDEN;
+            s[t] = m > TKVI_HIDDEN ? s[t] + (m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN) : TKVI_HIDDEN;
         }
     if (p->mask_bits)
         for (t = tkvi_max(0, bits_from - start); t < n; t++) {

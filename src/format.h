@@ -70,7 +70,6 @@ typedef struct tkvi_side {
     int tokens;            /* room: 64, or fewer in an exact side */
     int group;             /* values per scale: 64 or 32 */
     int groups;            /* K: along the 64 tokens; V: along the channels */
-    int meta_bits;         /* per group: 0, 16 or 32 */
     tkvi_runs runs;        /* tiles by width */
     const uint16_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
     const int8_t *levels;  /* 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */

@@ -19,7 +19,7 @@
 
 #include "format.h"
 
-/* One group with its values already gathered. Returns nothing for codes if n is 0. */
+/* One group whose values stand together: codes, scale, zero. An empty one (tokens not there) has zeros. */
 static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint8_t *scale_at,
                             uint8_t *zero_at) {
     float lo, hi, scale, zero, top = (float)((1 << bits) - 1);
@@ -48,7 +48,6 @@ static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->groups = TKVI_BLOCK / s->group;
-    s->meta_bits = 32;
     s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_runs_bytes(&s->runs);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
@@ -56,7 +55,6 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->groups = (s->dim + s->group - 1) / s->group;
-    s->meta_bits = 32;
     s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_runs_bytes(&s->runs);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);

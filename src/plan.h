@@ -185,8 +185,8 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) 
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
     tkvi_plan p;
-    memset(&none, 0, sizeof none);
     memset(&p, 0, sizeof p);
+    memset(&none, 0, sizeof none);
     p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.hot = tkvi_length(c->hot_tokens, wide.hot_tokens, 64);

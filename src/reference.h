@@ -1,7 +1,7 @@
 /*
- * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, two
- * passes (maximum, then sum). Shares with attend.h the check of the call and nothing of the arithmetic.
- * May call attend and below.
+ * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, pass
+ * after pass (maximum, sum, and the mass if asked). Shares with attend.h the check of the call and nothing of
+ * the arithmetic. May call attend and below.
  */
 #ifndef TKVI_REFERENCE_H
 #define TKVI_REFERENCE_H
@@ -28,11 +28,14 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
     if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
-    if (p->mask) s += (double)p->mask[row * c->mask_stride + j];
+    if (p->mask) {
+        double m = (double)p->mask[row * c->mask_stride + j];
+        s += m < -(double)TKVI_HIDDEN ? m : -(double)TKVI_HIDDEN;
+    }
     return s;
 }
 
-/* One head of one row. pass 0 finds the maximum, pass 1 sums; mass comes in a third when lse is known. */
+/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
 static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -56,7 +59,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
             int n = tkvi_block_end(kv, list, ids, i) - b->start;
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];
-                int seen;
+                int seen, ch;
                 double s, w;
                 j = b->start + t;
                 tkvi_decode_side(&rec->k, bytes, t, 1, x, 0);
@@ -74,7 +77,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
                 }
                 sum += w;
                 tkvi_decode_side(&rec->v, bytes + rec->v_at, t, 1, x, 0);
-                for (seen = 0; seen < cfg->v_head_dim; seen++) out[seen] += w * (double)x[seen];
+                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
             }
         }
         if (pass == 1 && !c->p->mass) break;

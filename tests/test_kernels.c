@@ -120,7 +120,6 @@ static void make_side(tkv_rng *rng, made_side *m, tkv_side which, int dim, int g
     s->tokens = TKVI_BLOCK;
     s->group = group;
     s->groups = which == TKV_K ? TKVI_BLOCK / group : (s->pad + group - 1) / group;
-    s->meta_bits = 32;
     for (left = s->pad / 4; left > 0;) {
         int w = width ? width : widths[tkv_rng_below(rng, 7)], n = left;
         while (with_levels && w > 4) w = widths[tkv_rng_below(rng, 7)];
