@@ -65,6 +65,7 @@
 #define tkv_last_error TKV_NAME_(tkv_last_error)
 #define tkv_layer_len TKV_NAME_(tkv_layer_len)
 #define tkv_memory TKV_NAME_(tkv_memory)
+#define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_read TKV_NAME_(tkv_read)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
@@ -89,6 +90,7 @@ extern "C" {
 #define TKV_ALL (-2)  /* in a length: this tier takes everything, the later ones stay empty */
 
 /* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing. */
+/* (An allocation that failed may leave a table of the index with more room than before.) */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -217,7 +219,9 @@ TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back 
 
 /* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
  * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
- * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at max_tokens. */
+ * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
+ * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
+ * max_tokens, or if it is more than this machine can address. */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
@@ -243,13 +247,17 @@ typedef struct tkv_append_params {
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
 } tkv_append_params;
-TKV_API tkv_status tkv_append_ex(tkv_cache *kv,
-                                 const tkv_append_params *p); /* all of the batch, or none of it */
+/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a
+ * layer without K and V of its own, a missing pointer. Strides may be negative. Cost as tkv_append, and
+ * O(n_batch^2) to look for doubles. */
+TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
 /* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then
  * opens the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit
  * checks that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open);
- * tkv_abort takes the step's tokens away again, leaving the cache exactly as after tkv_begin. */
+ * tkv_abort takes the step's tokens away again, leaving the cache exactly as after tkv_begin. Out of order:
+ * TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it costs the encoding that is due, the others
+ * O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -284,41 +292,58 @@ typedef struct tkv_attend_params {
     float softcap;      /* 0: none */
     const float *alibi; /* NULL, or one slope per query head */
     const float *sinks; /* NULL, or one learned logit per query head that joins the softmax without a value */
-    const float *mask; /* NULL, or additive: mask[row * mask_stride + j] for key position j; <= -1e30 hides */
-    ptrdiff_t mask_stride; /* 0: length of the (longest) sequence */
-    const uint64_t
-        *mask_bits; /* NULL, or bit j%64 of mask_bits[row * mask_bits_stride + j/64]: the row sees the
-                                * sequence's j-th of its last mask_bits_n tokens (a draft tree). Older ones: seen */
-    ptrdiff_t mask_bits_stride; /* in words; 0: (mask_bits_n + 63) / 64 */
+    /* NULL, or added to the logits: mask[row * mask_stride + j] for key position j. <= -1e30 or NaN hides the
+     * key, more than 1e30 counts as 1e30. Stride 0: the length of the longest sequence. */
+    const float *mask;
+    ptrdiff_t mask_stride;
+    /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
+     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. Stride 0: the words
+     * that mask_bits_n needs. */
+    const uint64_t *mask_bits;
+    ptrdiff_t mask_bits_stride;
     int mask_bits_n;
-    float *lse; /* NULL, or out: log-sum-exp [row][n_heads], learned sinks included */
-    float
-        *mass; /* NULL, or out: attention each key position got, summed over rows and heads. Rows of a batch:
-                  * one array of mass_stride per sequence. Costs a second pass over the keys */
-    ptrdiff_t mass_stride; /* 0: length of the (longest) sequence */
+    /* NULL, or out: log-sum-exp [row][n_heads], learned sinks included. */
+    float *lse;
+    /* NULL, or out (needs lse): attention each key position got, summed over rows and heads, one array of
+     * mass_stride (at least the longest length, which is also its 0) per entry of the batch. Costs a second
+     * pass over the keys. */
+    float *mass;
+    ptrdiff_t mass_stride;
 } tkv_attend_params;
+/* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
+ * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
+ * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
+ * window is wider than the layer's, or it is too old). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
+ * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
 
-/* The slow definition of the same: decodes every key and value and works in double. For tests. */
+/* The slow definition of the same: decodes every key and value, again for each row, and works in double. For
+ * tests. Same errors. */
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p);
 
 /* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
- * dim values; lse one per row. Learned sinks must be in at most one of the two. */
+ * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
+ * sinks must be in at most one of the two. Cost: O(n_rows * dim). (arXiv 2307.08691, section 3.) */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
- * [n][n_kv_heads][v_head_dim]; k or v may be NULL. TKV_ERR_RANGE if one of them is not held. */
+ * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE
+ * if a token is not held, TKV_ERR_ARG for a layer without a cache; k and v untouched then. O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
 /* >>sequences. A sequence exists from its first append until its reset. */
 TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every layer holds; 0 for a bad seq */
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
+/* Empty again, an open step and a reservation too. O(blocks). */
 TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 /* Keeps the first n_tokens of every layer (a layer that has fewer keeps what it has). Only exact tokens can
  * be cut: TKV_ERR_INEXACT says how many must stay. While tokens only came, at
  * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
-/* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished. */
+/* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
+ * FULL and ALL the warm tier then begins at the newest token. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
 /* >>reports. */
@@ -327,6 +352,7 @@ typedef struct tkv_tier_info {
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
 } tkv_tier_info;
+/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
 
@@ -345,8 +371,12 @@ typedef struct tkv_memory_info {
     size_t peak;                         /* highest total so far */
     size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
     double ratio;      /* fp16_bytes / total */
+    double ratio_f32;  /* the same against plain F32 */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
+/* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; shared blocks count
+ * in full, tables, index and scratch belong to nobody. TKV_ERR_ARG for a layer without a cache. */
+TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
  * Exact, but that `index` can be off by one doubling of a table; peak is total (a prompt in large chunks has a
  * higher one: a chunk is exact until the next). TKV_ERR_CONFIG if it is more than this machine can address. */
@@ -357,7 +387,8 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
 
 TKV_API const char *tkv_status_text(tkv_status s);
-TKV_API const char *tkv_last_error(const tkv_cache *kv); /* of the last mutating call; "" after a success */
+/* The sentence of the last call that changes the cache, "" after a success; attend, read, reports leave none. */
+TKV_API const char *tkv_last_error(const tkv_cache *kv);
 TKV_API int tkv_version(void);                     /* TKV_VERSION of the implementation that is linked */
 TKV_API const char *tkv_format_name(tkv_format f); /* "kivi4"; NULL if there is none */
 TKV_API tkv_format tkv_format_from_name(const char *name); /* TKV_FORMAT_DEFAULT if unknown */
@@ -377,6 +408,9 @@ TKV_API size_t
 tkv_encoded_size(const tkv_codec *c); /* bytes, metadata included; 0 if the codec is not valid */
 TKV_API double tkv_format_bits(
     const tkv_codec *c); /* stored bits per value of a full block, everything included */
+/* Scalar code, the definition of the formats. dst and src need tkv_encoded_size bytes, any alignment.
+ * TKV_ERR_ARG (a stride below head_dim or a short buffer included) or TKV_ERR_NONFINITE, nothing written then.
+ * Any bytes decode to something: foreign ones are safe, not meaningful. Cost: O(64 * head_dim). */
 TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
                               size_t size);
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,

@@ -58,13 +58,14 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
-        int len, oldest;
+        int64_t oldest;
+        int len;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
         /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
-        oldest = c->window ? len - c->rows[i].n + 1 - c->window : 0;
+        oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);

@@ -80,6 +80,7 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->slack += page_bytes - used;
     m->fp16_bytes = tokens * (size_t)cfg->n_kv_heads * (size_t)(cfg->head_dim + cfg->v_head_dim) * 2u;
     m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
+    m->ratio_f32 = 2.0 * m->ratio;
 }
 
 /* A block counts once, where its first holder has it (a mark would be a write; holders are few). */
@@ -95,23 +96,27 @@ static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t i
     return 1;
 }
 
+/* Adds the blocks of one layer of one sequence. `once`: a shared block counts with its first holder only. */
+static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
+            tkvi_add_block(out, tkvi_tier_at(list, i), kv->tables.coding[b->coding].record,
+                           kv->tables.cfg.n_kv_heads, (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+    }
+}
+
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
     const tkv_config *cfg;
-    int seq, layer, i;
+    int seq, layer;
     if (!kv || !out) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     memset(out, 0, sizeof *out);
     for (seq = 0; seq < cfg->max_seqs; seq++)
-        for (layer = 0; layer < cfg->n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = 0; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                if (tkvi_first_holder(kv, seq, layer, ids[i]))
-                    tkvi_add_block(out, tkvi_tier_at(list, i), kv->tables.coding[b->coding].record,
-                                   cfg->n_kv_heads, (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
-            }
-        }
+        for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
     out->tables = kv->table_bytes;
@@ -119,6 +124,24 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
     out->index =
         kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables - out->scratch;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    size_t bytes = 0;
+    int i;
+    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    if (layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].block_bytes;
+    tkvi_add_list(kv, seq, layer, 0, out);
+    out->total = out->peak = bytes;
+    tkvi_sum_up(out, &kv->tables.cfg, bytes);
     return TKV_OK;
 }
 

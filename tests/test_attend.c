@@ -1773,6 +1773,104 @@ TEST(losses) {
     }
 }
 
+/* A huge newest key that no query likes must not cost the others their precision (it is next to the reference). */
+TEST(outlier_newest_key) {
+    static const float huge[] = {1e4f, 65504.0f, 1e6f, 1e10f};
+    int i, t, c;
+    for (i = 0; i < 4; i++) {
+        tkv_config cfg = shape_config(1, 1, 64, 16);
+        tkv_rng rng = tkv_rng_seed(5);
+        tkv_attend_params p;
+        tkv_cache *kv = NULL;
+        float k[64], v[16], q[64], out[16], lse, want[16], want_lse;
+        double error = 0.0;
+        cfg.isa = tkv_test_isa();
+        cfg.hot.k = cfg.hot.v = TKV_F32;
+        cfg.hot_tokens = TKV_ALL;
+        CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+        if (!kv) return;
+        for (t = 0; t < 200; t++) {
+            for (c = 0; c < 64; c++) k[c] = (float)tkv_rng_gauss(&rng);
+            for (c = 0; c < 16; c++) v[c] = (float)tkv_rng_gauss(&rng);
+            if (t == 199) k[0] = huge[i];
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 1), TKV_OK);
+        }
+        for (c = 0; c < 64; c++) q[c] = (float)tkv_rng_gauss(&rng);
+        q[0] = -1.0f;
+        memset(&p, 0, sizeof p);
+        p.n = 1;
+        p.q = q;
+        p.out = out;
+        p.lse = &lse;
+        CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+        p.out = want;
+        p.lse = &want_lse;
+        CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+        for (c = 0; c < 16; c++) error = fmax(error, fabs((double)out[c] - (double)want[c]));
+        CHECK_LE(error, 1e-5);
+        CHECK_LE(fabs((double)lse - (double)want_lse), 1e-5);
+        tkv_destroy(kv);
+    }
+}
+
+/* What a call cannot answer is an error: keys that are gone, mass without room; +inf in a mask is the largest number. */
+TEST(what_cannot_be_answered) {
+    tkv_config cfg = shape_config(2, 1, 16, 16);
+    tkv_attend_params p;
+    tkv_cache *kv = NULL;
+    float k[16], v[16], q[900 * 32], out[900 * 32], lse[900 * 2], mass[1000], mask[1000];
+    tkv_tier_info tiers;
+    int t, c;
+    cfg.isa = tkv_test_isa();
+    cfg.window = 64;
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    if (!kv) return;
+    for (t = 0; t < 1000; t++) {
+        for (c = 0; c < 16; c++) k[c] = v[c] = (float)((t * 7 + c * 3) % 11);
+        CHECK_EQ(tkv_append(kv, 0, 0, k, v, 1), TKV_OK);
+    }
+    for (c = 0; c < 900 * 32; c++) q[c] = (float)(c % 5);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &tiers), TKV_OK);
+    CHECK(tiers.dropped > 0);
+    memset(&p, 0, sizeof p);
+    p.q = q;
+    p.out = out;
+    p.n = 1000 - tiers.dropped - 63; /* the first of them sees just what is left */
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    p.n++;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_attend_reference(kv, &p), TKV_ERR_RANGE);
+    p.n = 1;
+    p.window = TKV_NONE;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+    p.window = 0;
+    p.lse = lse;
+    p.mass = mass;
+    p.mass_stride = 999;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    p.mass_stride = -1000;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    p.mass = NULL;
+    p.mask_bits_n = 0x7fffffff; /* without bits: not used */
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    p.mask_bits_n = 0;
+    memset(mask, 0, sizeof mask);
+    mask[990] = (float)HUGE_VAL;
+    p.mask = mask;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    for (c = 0; c < 16; c++) CHECK_NEAR(out[c], (990 * 7 + c * 3) % 11, 1e-6); /* that key alone */
+    CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+    for (c = 0; c < 16; c++) CHECK_NEAR(out[c], (990 * 7 + c * 3) % 11, 1e-6);
+    tkv_destroy(kv);
+    cfg.window = 0;
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    p.mask = NULL;
+    p.non_causal = 1;
+    p.n = 1 << 30; /* times two heads: more rows than can be counted */
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(cover);
@@ -1795,5 +1893,7 @@ int main(int argc, char **argv) {
     RUN(nonfinite_queries);
     RUN(equal_keys);
     RUN(bad_arguments);
+    RUN(outlier_newest_key);
+    RUN(what_cannot_be_answered);
     return tkv_test_end();
 }
