@@ -1052,6 +1052,45 @@ TEST(peak_of_a_prompt) {
     }
 }
 
+/* What single lists hold adds up to what the cache holds. */
+TEST(memory_of_each_layer) {
+    tkv_config cfg = config(3, 2);
+    tkv_cache *kv;
+    tkv_memory_info all, one;
+    size_t codes[TKV_TIER_COUNT] = {0, 0, 0}, metadata[TKV_TIER_COUNT] = {0, 0, 0}, tokens = 0, fp16 = 0;
+    int seq, layer, tier;
+    cfg.allocator = open_book(0xab);
+    kv = make(&cfg);
+    CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
+    CHECK_EQ(feed_all(kv, 1, 0, 70, 70), TKV_OK);
+    CHECK_EQ(tkv_memory(kv, &all), TKV_OK);
+    for (seq = 0; seq < 2; seq++)
+        for (layer = 0; layer < 3; layer++) {
+            size_t sum;
+            CHECK_EQ(tkv_memory_of(kv, seq, layer, &one), TKV_OK);
+            sum = one.slack;
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                codes[tier] += one.tier[tier].codes;
+                metadata[tier] += one.tier[tier].metadata;
+                tokens += one.tier[tier].tokens;
+                sum += one.tier[tier].codes + one.tier[tier].metadata;
+            }
+            fp16 += one.fp16_bytes;
+            CHECK_EQ(sum, one.total);
+        }
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        CHECK_EQ(codes[tier], all.tier[tier].codes);
+        CHECK_EQ(metadata[tier], all.tier[tier].metadata);
+    }
+    CHECK_EQ(tokens, 3 * 970);
+    CHECK_EQ(fp16, all.fp16_bytes);
+    CHECK(all.ratio_f32 > 1.999 * all.ratio && all.ratio_f32 < 2.001 * all.ratio);
+    CHECK_EQ(tkv_memory_of(kv, 2, 0, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_memory_of(kv, 0, 3, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_memory_of(NULL, 0, 0, &one), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(total_is_what_was_handed_out);
@@ -1071,5 +1110,6 @@ int main(int argc, char **argv) {
     RUN(estimate_of_layers_that_differ);
     RUN(estimate_refusals);
     RUN(peak_of_a_prompt);
+    RUN(memory_of_each_layer);
     return tkv_test_end();
 }

@@ -311,6 +311,14 @@ TEST(greedy_stories15M) {
     llama_free(&m);
 }
 
+TEST(greedy_smollm2) {
+    llama_model m;
+    if (tkv_test_quick()) SKIP("quick");
+    if (!load_smollm2(&m)) SKIP("no SmolLM2: make model, or TKV_SMOLLM2=file.gguf");
+    check_greedy(&m, "The lighthouse keeper", 100);
+    llama_free(&m);
+}
+
 /* >>chunks of 64 that end where a block leaves the hot tail see what single tokens see (design section 7).
  * Other chunks do not, which shows that the check can fail. */
 static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *far) {
@@ -490,6 +498,7 @@ int main(int argc, char **argv) {
     RUN(greedy_stories260K_bin);
     RUN(greedy_stories260K_gguf);
     RUN(greedy_stories15M);
+    RUN(greedy_smollm2);
     RUN(chunks_are_single_tokens);
     RUN(quality_stories15M);
     RUN(quality_smollm2);
