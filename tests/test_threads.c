@@ -238,7 +238,11 @@ TEST(both_cuts_are_used) {
     workers_init(&w, 3);
     kv = filled(&many_tiers, &w);
     CHECK_EQ(make_call(kv, DECODE, q, &o), TKV_OK);
+#if defined(__GNUC__) || defined(__clang__)
     CHECK(w.most > KV_HEADS); /* whose 4 query heads are one tile each */
+#else                         /* without atomics parts have no owner, units are the only cut */
+    CHECK_EQ(w.most, KV_HEADS);
+#endif
     CHECK_EQ(w.most % KV_HEADS, 0);
     w.most = 0;
     CHECK_EQ(make_call(kv, PREFILL, q, &o), TKV_OK);
