@@ -1,9 +1,9 @@
 #!/bin/sh
 # Runs test programs and adds up their last lines, `N passed, N failed[, N skipped]`.
 #   tests/run.sh [-q] program ...      -q shows the output of failing programs only
-# RUNNER="qemu-s390x" runs C programs through another program. A Python test counts as skipped
-# where there is no Python, or no numpy if it wants that. A program that crashes, or whose last line is something
-# else, is one failed test.
+# RUNNER="qemu-s390x" runs C programs through another program. A Python test counts as skipped where there is
+# no Python, or no numpy if it wants that. A program that crashes, or whose last line is something else, is
+# one failed test.
 quiet=0
 if [ "${1:-}" = -q ]; then
     quiet=1
@@ -28,8 +28,8 @@ for program in "$@"; do
     *) ${RUNNER:-} "$program" >"$out" 2>&1 ;;
     esac
     status=$?
-    # three numbers, or nothing
-    set -- $(tail -n 1 "$out" | sed -n -E 's/^([0-9]+) passed, ([0-9]+) failed(, ([0-9]+) skipped)?$/\1 \2 \4/p')
+    set -- $(tail -n 1 "$out" |
+        sed -n -E 's/^([0-9]+) passed, ([0-9]+) failed(, ([0-9]+) skipped)?$/\1 \2 \4/p') # or nothing
     p=${1:-0} f=${2:-0} s=${3:-0}
     if [ $# -eq 0 ] || { [ $status -ne 0 ] && [ "$f" -eq 0 ]; }; then
         echo "ended with status $status and without a count of failures in its last line" >>"$out"

@@ -12,7 +12,7 @@ import unittest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 PARTS = {
-    "tieredkv.h": '/* About the list. */\n\n#include "doc.h"\n#include "a.h"\n#if X\n#include "b.h"\n#endif\n',
+    "tieredkv.h": '/* The list. */\n\n#include "doc.h"\n#include "a.h"\n#if X\n#include "b.h"\n#endif\n',
     "doc.h": '/*\n * Do:\n *     #include "tieredkv.h"\n */\n',
     "a.h": "int a;\n",
     "b.h": '#ifndef B\n#define B\n#include "a.h"\n#include <math.h>\nint b;\n#endif\n',
@@ -123,7 +123,8 @@ class Amalgamate(unittest.TestCase):
 class Version(unittest.TestCase):
     def test_is_the_same_everywhere(self):
         api = read("src", "api.h")
-        numbers = [re.search(r"#define TKV_VERSION_%s (\d+)\n" % n, api).group(1) for n in ("MAJOR", "MINOR", "PATCH")]
+        numbers = [re.search(r"#define TKV_VERSION_%s (\d+)\n" % n, api).group(1)
+                   for n in ("MAJOR", "MINOR", "PATCH")]
         version = ".".join(numbers)
         self.assertEqual(re.search(r'#define TKV_VERSION_STRING "(.*)"\n', api).group(1), version)
         self.assertEqual(re.search(r"\n## (\S+)", read("CHANGELOG.md")).group(1), version)
@@ -141,7 +142,8 @@ class Readme(unittest.TestCase):
                 f.write(code)
             shutil.copy(os.path.join(ROOT, "tieredkv.h"), place)
             program = os.path.join(place, "a.out")
-            subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "program.c", "-o", program, "-lm"], cwd=place)
+            build = [os.environ.get("CC", "cc"), "-O2", "program.c", "-o", program, "-lm"]
+            subprocess.check_call(build, cwd=place)
             said = subprocess.check_output([program]).decode()
         self.assertRegex(said, r"^2000 tokens in \d+ bytes, [3-6]\.\d times less than FP16\n$")
 

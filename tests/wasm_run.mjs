@@ -1,5 +1,5 @@
 // Runs a WASI program: node tests/wasm_run.mjs program.wasm [argument ...]
-// It sees the current directory, ../shared/data, $TKV_DATA, and the environment variables whose names begin with TKV_.
+// It sees the current directory, ../shared/data, $TKV_DATA, and environment variables that begin with TKV_.
 import { existsSync } from 'node:fs';
 import { readFile } from 'node:fs/promises';
 import { argv, env, exit } from 'node:process';

@@ -5,10 +5,10 @@
     python3 tools/amalgamate.py --check    compare tieredkv.h with what would be written
     python3 tools/amalgamate.py --list     print the parts in order
 
-src/tieredkv.h is the only list. A line `#include "part.h"` there is replaced by the part, under a marker line;
-in a part such a line says what the part needs (so that it compiles alone) and is dropped, since the list must
-have brought it before. The comment at the top of the list is about the list and stays behind. Nothing else is
-touched. An include inside a comment must be indented or stand behind a star.
+src/tieredkv.h is the only list. A line `#include "part.h"` there is replaced by the part, under a marker
+line; in a part such a line says what the part needs (so that it compiles alone) and is dropped, since the
+list must have brought it before. The comment at the top of the list is about the list and stays behind.
+Nothing else is touched. An include inside a comment must be indented or stand behind a star.
 """
 import os
 import re
