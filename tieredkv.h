@@ -5051,24 +5051,6 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     }
 }
 
-static void tkvi_run_unit(void *ctx, int index) {
-    const tkvi_work *w = (const tkvi_work *)ctx;
-    float m[TKVI_ROWS], l[TKVI_ROWS], m2[TKVI_ROWS], l2[TKVI_ROWS];
-    TKVI_ALIGNED float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o2[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED tkvi_queries q;
-    tkvi_unit u;
-    int chunk, r;
-    tkvi_find_unit(w->call, index, &u);
-    tkvi_load_queries(&u, &q);
-    memset(l, 0, sizeof l);
-    for (chunk = 0; chunk < u.n_chunks; chunk++) {
-        tkvi_part(&u, &q, chunk, m2, l2, o2);
-        for (r = 0; r < u.rows; r++)
-            tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
-    }
-    tkvi_finish(&u, &q, m, l, o);
-}
-
 static float *tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
     return w->parts + (size_t)((unit * w->n_chunks + chunk) * TKVI_ROWS) * (size_t)(u->v_pad + 2);
 }
@@ -5086,17 +5068,26 @@ static void tkvi_run_part(void *ctx, int index) {
     tkvi_part(&u, &q, chunk, o + TKVI_ROWS * u.v_pad, o + TKVI_ROWS * (u.v_pad + 1), o);
 }
 
-static void tkvi_merge_parts(const tkvi_work *w, int unit) {
-    float m[TKVI_ROWS], l[TKVI_ROWS], o[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+/* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
+static void tkvi_run_unit(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    float m[TKVI_ROWS], l[TKVI_ROWS], m_here[TKVI_ROWS], l_here[TKVI_ROWS];
+    TKVI_ALIGNED float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o_here[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     int chunk, r;
-    tkvi_find_unit(w->call, unit, &u);
+    tkvi_find_unit(w->call, index, &u);
     tkvi_load_queries(&u, &q);
     memset(l, 0, sizeof l);
     for (chunk = 0; chunk < u.n_chunks; chunk++) {
-        const float *o2 = tkvi_part_at(w, &u, unit, chunk), *m2 = o2 + TKVI_ROWS * u.v_pad,
-                    *l2 = m2 + TKVI_ROWS;
+        const float *o2 = o_here, *m2 = m_here, *l2 = l_here;
+        if (w->parts) {
+            o2 = tkvi_part_at(w, &u, index, chunk);
+            m2 = o2 + TKVI_ROWS * u.v_pad;
+            l2 = m2 + TKVI_ROWS;
+        } else {
+            tkvi_part(&u, &q, chunk, m_here, l_here, o_here);
+        }
         for (r = 0; r < u.rows; r++)
             tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
     }
@@ -5181,7 +5172,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     if (w.n_chunks > 1 && w.n_units * w.n_chunks <= TKVI_MAX_PARTS && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
         tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
-        for (i = 0; i < w.n_units; i++) tkvi_merge_parts(&w, i);
+        for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
         tkvi_leave_parts(kv);
     } else {
         tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
