@@ -27,9 +27,8 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     const tkvi_list *list;
     const uint32_t *ids;
     int i;
-    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
-    if (layer < 0) return TKV_ERR_ARG;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
@@ -46,9 +45,8 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     const tkvi_list *list;
     const uint32_t *ids;
     int i;
-    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
-    if (layer < 0) return TKV_ERR_ARG;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
@@ -132,9 +130,8 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     const uint32_t *ids;
     size_t bytes = 0;
     int i;
-    if (!out || !tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
-    if (layer < 0) return TKV_ERR_ARG;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);

@@ -583,10 +583,15 @@ no_memory:
                      " tokens");
 }
 
+/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
+static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    return kv->tables.plan[layer].stored;
+}
+
 /* >>cutting */
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return 0;
-    layer = kv->tables.plan[layer].stored;
+    layer = tkvi_stored_layer(kv, seq, layer);
     return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
 }
 
@@ -653,10 +658,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_list *list;
     const uint32_t *ids;
     int i, h;
-    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers || start < 0 || n < 0)
-        return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
-    if (layer < 0) return TKV_ERR_ARG;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
