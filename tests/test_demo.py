@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""What `make run` shows: generate.c finds and asks for what a prompt hides, the prompt of the demo is as the demo
+model learnt it, and tools/terminal_svg.py draws what was printed."""
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.dom.minidom
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STORIES = os.path.join(ROOT, "..", "shared", "data", "models", "stories260K_tok512.gguf")
+PROMPT = os.path.join(ROOT, "examples", "data", "demo_prompt.txt")
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import terminal_svg
+
+
+class Recall(unittest.TestCase):
+    """A model of children's stories knows how "Once upon a" goes on, and nothing else."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.path.exists(STORIES):
+            raise unittest.SkipTest("no " + STORIES)
+        cls.place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.place.cleanup)
+        cls.program = os.path.join(cls.place.name, "generate")
+        subprocess.check_call([os.environ.get("CC", "cc"), "-O2", os.path.join(ROOT, "examples", "generate.c"), "-o",
+                               cls.program, "-lm"])
+
+    def generate(self, prompt, *args, status=0):
+        run = subprocess.run([self.program, STORIES, "-p", prompt, "-c", "512", "--seed", "3"] + list(args),
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual(run.returncode, status, run.stderr)
+        return run.stdout.decode("utf-8", "replace"), run.stderr.decode()
+
+    def rows(self, text):
+        row = r"^  (\S.*?) +([\d,]+)   (hot|warm|archive) +(\S+) +(\S+) +(right|wrong) +(\S+) +(right|wrong)$"
+        found = re.findall(row, text, re.M)
+        return [(r[0], int(r[1].replace(",", ""))) + r[2:] for r in found]
+
+    def test_right_and_wrong_answers(self):
+        text, _ = self.generate("Once upon a time.\nTom was big.\nOnce upon a dog\nThe end", "-n", "8", "--recall",
+                                "Once upon")
+        rows = self.rows(text)
+        self.assertEqual([r[0] for r in rows], ["a", "a"])
+        self.assertEqual([r[2:] for r in rows], [("hot", "time", "time", "right", "time", "right"),
+                                                ("hot", "dog", "tim", "wrong", "tim", "wrong")])
+        self.assertGreater(rows[0][1], rows[1][1])
+        self.assertIn("recall      1 of 2 from the tiers, 0 of 0 in the archive; 1 of 2 from the exact cache", text)
+
+    def test_tiers_and_distance(self):
+        story = "Tom saw a red ball and a big dog in the park.\n" * 12
+        args = "-n", "2", "--hot", "32", "--warm", "64:kivi4", "--archive", "kivi2", "--recall", "Once upon"
+        text, _ = self.generate("Once upon a time\n" + story, *args)
+        (_, back, tier, *_), = self.rows(text)
+        tokens = int(re.search(r"^  total +([\d,]+)", text, re.M).group(1).replace(",", ""))
+        self.assertTrue(tokens - 8 < back < tokens, (back, tokens))
+        self.assertEqual(tier, "archive")
+        # The newest copy of a line is what can be remembered, but a line that only begins so is another one.
+        nearer, _ = self.generate("Once upon a time\n" + story + "Once upon a time\nOnce upon a timely\n", *args)
+        (_, back, tier, *_), (_, same, *_), (_, back2, _, word, *_) = self.rows(nearer)
+        self.assertEqual((back, tier, word), (same, "hot", "timely"))
+        self.assertTrue(0 < back2 < back - 3 < 32, (back, back2))
+
+    def test_nothing_to_ask_for(self):
+        _, said = self.generate("Once upon a time\n", "-n", "2", "--recall", "The secret", status=1)
+        self.assertIn('no line of the prompt begins with "The secret"', said)
+
+
+class Prompt(unittest.TestCase):
+    def test_numbers_stand_as_the_model_learnt_them(self):
+        with open(PROMPT, encoding="utf-8") as f:
+            text = f.read()
+        lines = [line for line in text.split("\n") if "secret number" in line]
+        form = r"The secret number of ([A-Z][a-z]+(?: [A-Z][a-z]+)?) is (\d{5})\."
+        numbers = [re.fullmatch(form, line) for line in lines]
+        self.assertNotIn(None, numbers)
+        self.assertGreaterEqual(len(numbers), 8)
+        self.assertEqual(len({m.group(1) for m in numbers}), len(numbers))
+        self.assertEqual(len({m.group(2) for m in numbers}), len(numbers))
+
+
+class Picture(unittest.TestCase):
+    def test_lines(self):
+        for text, lines in (
+                ("a\n\nb\n\n", ["a", "", "b"]),
+                ("x" * 12, ["x" * 10, "xx"]),
+                ("word " * 3, ["word word", "word"]),
+                ("  " + "y" * 12, ["  " + "y" * 8, "yyyy"]),
+                ("\u65e5" * 7, ["\u65e5" * 5, "\u65e5" * 2]),  # two columns each
+                ("10 %\r50 %\r100 %\r\n", ["100 %"]),
+                ("\x1b[1;31mred\x1b[0m\x07\tx", ["red     x"])):
+            self.assertEqual(terminal_svg.lines_of(text, 10), lines)
+
+    def test_text_comes_through(self):
+        lines = ["$ a", "  if (a < b && c > \"d\")   x", ""]
+        svg = xml.dom.minidom.parseString(terminal_svg.picture(lines, 'a "<&', 40, 1))
+        texts = svg.getElementsByTagName("text")
+        self.assertEqual([t.firstChild.data for t in texts], ["$ a", 'if (a < b && c > "d")', "x"])
+        self.assertEqual([t.getAttribute("class") for t in texts], ["command", "", ""])
+        self.assertEqual(svg.documentElement.getAttribute("aria-label"), 'a "<&')
+        places = [float(t.getAttribute("x")) for t in texts]
+        self.assertAlmostEqual(places[1] - places[0], 2 * terminal_svg.ADVANCE)
+        self.assertAlmostEqual(places[2] - places[0], 26 * terminal_svg.ADVANCE)
+
+    def test_a_command_that_fails_leaves_no_picture(self):
+        tool = [sys.executable, os.path.join(ROOT, "tools", "terminal_svg.py"), "-o"]
+        with tempfile.TemporaryDirectory() as place:
+            out = os.path.join(place, "x.svg")
+            for status in (1, 0):
+                command = [sys.executable, "-c", "print('hello'); raise SystemExit(%d)" % status]
+                run = subprocess.run(tool + [out, "--show", "hi", "--"] + command, stderr=subprocess.PIPE)
+                self.assertEqual(run.returncode, status)
+                self.assertEqual(os.path.exists(out), status == 0)
+            with open(out, encoding="utf-8") as f:
+                self.assertIn(">$ hi</text>", f.read())
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    result = unittest.main(exit=False, verbosity=1).result
+    bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
+    sys.exit(bad != 0)
