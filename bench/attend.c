@@ -10,11 +10,17 @@
  *   --mib 96                   a run walks at least so much, over as many layers as that takes
  *   --huge                     Linux: ask for huge pages (an allocator of the caller's can do so)
  *   --csv
+ *   --listen                   instead: what collecting statistics for the tables of A and R formats costs
  *
  * Each row first checks its answers against tkv_attend_reference on a short cache of the same shape (column
  * `error`: relative L2). Then a run is one tkv_attend per layer; `ns` is the median over runs, per token and
  * KV head, in thread CPU time. `bytes` is what the tiers hold, metadata included, per token and KV head.
  * `read` is how fast one thread reads 512 MiB just before the row, `share` how much of that the row reaches.
+ *
+ * --listen: a cache that collects, because it has no tables yet (500 tokens) or after tkv_calibration_refresh,
+ * decodes 8 tokens, over and over from the same place. Attention listens to one query in eight; `quiet` is the time
+ * of the others per token and layer, append and attend, `listening` of that one, the least of many times;
+ * `more` is what it adds to eight tokens. A step of a model has its matrix products besides.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime, madvise */
@@ -89,9 +95,14 @@ static void region_end(region *r) {
 #endif
 }
 
-/* A cache that has only this format (sinks and hot tail apart), or the default plan for "tiers". */
+/* A cache that has only this format (sinks and hot tail apart), one for K and one for V as in a30/r20, or the default
+ * plan for "tiers". */
 static int plan(tkv_config *cfg, const options *o, const char *format, int layers) {
-    tkv_format f = tkv_format_from_name(format);
+    const char *slash = strchr(format, '/');
+    tkv_format f, v = tkv_format_from_name(slash ? slash + 1 : format);
+    char k[32];
+    snprintf(k, sizeof k, "%.*s", slash ? (int)(slash - format) : (int)strlen(format), format);
+    f = tkv_format_from_name(k);
     *cfg = tkv_config_default();
     cfg->n_layers = layers;
     cfg->n_heads = o->heads;
@@ -99,12 +110,13 @@ static int plan(tkv_config *cfg, const options *o, const char *format, int layer
     cfg->head_dim = o->dim;
     cfg->isa = o->isa;
     if (strcmp(format, "tiers") == 0) return 1;
-    if (f == TKV_FORMAT_DEFAULT) return 0;
+    if (f == TKV_FORMAT_DEFAULT || v == TKV_FORMAT_DEFAULT) return 0;
     if (f == TKV_F32 || f == TKV_F16 || f == TKV_BF16) {
         cfg->hot.k = cfg->hot.v = f;
         cfg->hot_tokens = TKV_ALL;
     } else {
-        cfg->warm.k = cfg->warm.v = cfg->archive.k = cfg->archive.v = f;
+        cfg->warm.k = cfg->archive.k = f;
+        cfg->warm.v = cfg->archive.v = v;
     }
     return 1;
 }
@@ -161,7 +173,7 @@ static void measure(const options *o, const char *format, int ctx, const float *
     tkv_cache *kv;
     region huge;
     int layer, layers, runs = 0, i;
-    fprintf(stderr, "\r%-8s %7d: check   ", format, ctx);
+    fprintf(stderr, "\r%-10s %7d: check   ", format, ctx);
     error = check(o, format, values, q);
     plan(&cfg, o, format, 1);
     must(tkv_estimate(&cfg, ctx, 1, &info), "tkv_estimate");
@@ -175,14 +187,14 @@ static void measure(const options *o, const char *format, int ctx, const float *
     }
     must(tkv_create(&cfg, &kv), "tkv_create");
     for (layer = 0; layer < layers; layer++) {
-        fprintf(stderr, "\r%-8s %7d: fill %d/%d   ", format, ctx, layer + 1, layers);
+        fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", format, ctx, layer + 1, layers);
         append(kv, o, layer, ctx, values);
     }
     must(tkv_memory(kv, &info), "tkv_memory");
     bytes = 0.0;
     for (i = 0; i < TKV_TIER_COUNT; i++) bytes += (double)(info.tier[i].codes + info.tier[i].metadata);
     bytes /= (double)layers * (double)ctx * (double)o->kv_heads;
-    fprintf(stderr, "\r%-8s %7d: measure        ", format, ctx);
+    fprintf(stderr, "\r%-10s %7d: measure        ", format, ctx);
     bandwidth = bench_bandwidth(memory);
     while (runs < MAX_RUNS && (runs < 7 || (spent < 1.0 && runs < 101))) {
         double t = bench_seconds(1);
@@ -195,13 +207,100 @@ static void measure(const options *o, const char *format, int ctx, const float *
     ns = bench_median(run, runs);
     fprintf(stderr, "\r%40s\r", "");
     printf(o->csv ? "%s,%d,%.1f,%.2f,%.2f,%.2f,%.1f,%.1f,%.2e,%d,%d\n"
-                  : "%-8s %7d %8.1f %8.2f %8.2f %8.2f %7.1f %6.1f%% %10.1e %5d %6d\n",
+                  : "%-10s %7d %8.1f %8.2f %8.2f %8.2f %7.1f %6.1f%% %10.1e %5d %6d\n",
            format, ctx, bytes, ns, run[0], bytes / ns, bandwidth * 1e-9,
            100.0 * bytes / ns / (bandwidth * 1e-9), error, runs, layers);
     fflush(stdout);
     tkv_destroy(kv);
     if (o->huge) region_end(&huge);
     free(out);
+}
+
+/* >>listening */
+enum { STEPS = 8 };
+
+/* The least seconds of each of STEPS tokens so far. They are taken away again: the cache stays as it was. */
+static void decode(tkv_cache *kv, const options *o, int layers, const float *values, const float *q,
+                   float *out, double *least) {
+    const size_t row = (size_t)(o->kv_heads * o->dim);
+    int i, layer;
+    must(tkv_begin(kv, 0), "tkv_begin");
+    for (i = 0; i < STEPS; i++) {
+        double t = bench_seconds(1);
+        for (layer = 0; layer < layers; layer++) {
+            must(tkv_append(kv, 0, layer, values + (size_t)i * row, values + (size_t)(i + 9) * row, 1),
+                 "tkv_append");
+            must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
+        }
+        t = bench_seconds(1) - t;
+        if (least[i] <= 0.0 || t < least[i]) least[i] = t;
+    }
+    must(tkv_abort(kv, 0), "tkv_abort");
+}
+
+/* A cache that listens: afresh, since it has seen too little for tables, or again. */
+static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, const options *o, int ctx,
+                                  const float *values) {
+    int layer;
+    if (!kv || tkv_calibrated_layers(kv) == 0) {
+        tkv_destroy(kv);
+        must(tkv_create(cfg, &kv), "tkv_create");
+        for (layer = 0; layer < cfg->n_layers; layer++) append(kv, o, layer, ctx, values);
+    }
+    if (tkv_calibrated_layers(kv) == 0) return kv;
+    must(tkv_calibration_freeze(kv), "tkv_calibration_freeze"); /* forgets how much it has seen since */
+    must(tkv_calibration_refresh(kv), "tkv_calibration_refresh");
+    return kv;
+}
+
+static void measure_listening(const options *o, const char *format, int ctx, const float *values,
+                              const float *q) {
+    float *out = (float *)bench_alloc((size_t)(o->heads * o->dim) * sizeof(float));
+    double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, listening = 0.0, start = bench_seconds(0);
+    tkv_memory_info info;
+    tkv_config cfg;
+    tkv_cache *kv = NULL;
+    int layers, runs, i;
+    plan(&cfg, o, format, 1);
+    must(tkv_estimate(&cfg, ctx, 1, &info), "tkv_estimate");
+    layers = (int)(o->bytes / info.total) + 1;
+    plan(&cfg, o, format, layers > 8 ? 8 : layers);
+    layers = cfg.n_layers;
+    for (runs = 0; runs < MAX_RUNS && (runs < 3 || bench_seconds(0) - start < 10.0); runs++) {
+        fprintf(stderr, "\r%-10s %7d: run %d   ", format, ctx, runs + 1);
+        kv = listening_cache(kv, &cfg, o, ctx, values);
+        decode(kv, o, layers, values, q, out, least);
+    }
+    for (i = 0; i < STEPS; i++) { /* token ctx + i; learn.h says which ones count */
+        if ((ctx + i) % 8 == 7) listening = least[i] / layers * 1e6;
+        else quiet += least[i] / layers / (STEPS - 1) * 1e6;
+    }
+    fprintf(stderr, "\r%40s\r", "");
+    printf(o->csv ? "%s,%d,%d,%d,%.3f,%.3f,%.3f\n" : "%-10s %7d %6d %6d %10.2f %10.2f %7.2f%%\n", format, ctx,
+           layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
+    fflush(stdout);
+    tkv_destroy(kv);
+    free(out);
+}
+
+static void print_head(const options *o, const char *isa, int listen) {
+    if (o->csv) {
+        printf(listen ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
+                      : "format,ctx,bytes,ns,best_ns,gb_s,read_gb_s,share_percent,error,runs,layers\n");
+        return;
+    }
+    printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, 1 thread, %s kernels%s\n",
+           listen ? "listening" : "attention", o->dim, o->heads, o->kv_heads, o->queries,
+           o->queries == 1 ? "y" : "ies", isa, o->huge ? ", huge pages" : "");
+    if (listen) {
+        printf("microseconds per token and layer, append and attend; more: to eight tokens\n");
+        printf("%-10s %7s %6s %6s %10s %10s %8s\n", "format", "ctx", "layers", "runs", "quiet", "listening",
+               "more");
+    } else {
+        printf("per token and KV head; ns: median (best beside it); GB/s of keys and values\n");
+        printf("%-10s %7s %8s %8s %8s %8s %7s %7s %10s %5s %6s\n", "format", "ctx", "bytes", "ns", "best",
+               "GB/s", "read", "share", "error", "runs", "layers");
+    }
 }
 
 int main(int argc, char **argv) {
@@ -211,6 +310,7 @@ int main(int argc, char **argv) {
     options o;
     bench_memory memory;
     float *values, *q;
+    const int listen = bench_option(argc, argv, "listen") != NULL;
     size_t n, i;
     o.heads = bench_number(argc, argv, "heads", 32);
     o.kv_heads = bench_number(argc, argv, "kv-heads", 8);
@@ -229,7 +329,7 @@ int main(int argc, char **argv) {
     o.isa = (tkv_isa)i;
     for (i = TKV_ISA_SCALAR; o.isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++) /* the best, for the title */
         if (tkv_isa_available((tkv_isa)i)) isa = tkv_isa_name((tkv_isa)i);
-    if (!ctxs || !*ctxs) ctxs = "4096,32768,262144";
+    if (!ctxs || !*ctxs) ctxs = listen ? "500,4096,32768" : "4096,32768,262144";
     n = (size_t)(2 * CHUNK * o.kv_heads * o.dim);
     values = (float *)bench_alloc(n * sizeof(float));
     bench_fill(&seed, values, n);
@@ -237,31 +337,25 @@ int main(int argc, char **argv) {
     q = (float *)bench_alloc(n * sizeof(float));
     bench_fill(&seed, q, n);
     fprintf(stderr, "memory ...");
-    bench_memory_begin(&memory, (size_t)512 << 20);
+    bench_memory_begin(&memory, listen ? 64 : (size_t)512 << 20);
     fprintf(stderr, "\r%40s\r", "");
-    if (o.csv) {
-        printf("format,ctx,bytes,ns,best_ns,gb_s,read_gb_s,share_percent,error,runs,layers\n");
-    } else {
-        printf("attention: head_dim %d, %d query and %d KV heads, %d quer%s, 1 thread, %s kernels%s\n", o.dim,
-               o.heads, o.kv_heads, o.queries, o.queries == 1 ? "y" : "ies", isa,
-               o.huge ? ", huge pages" : "");
-        printf("per token and KV head; ns: median (best beside it); GB/s of keys and values\n");
-        printf("%-8s %7s %8s %8s %8s %8s %7s %7s %10s %5s %6s\n", "format", "ctx", "bytes", "ns", "best",
-               "GB/s", "read", "share", "error", "runs", "layers");
-    }
+    print_head(&o, isa, listen);
     while (bench_word(&ctxs, ctx, sizeof ctx)) {
         formats = bench_option(argc, argv, "formats");
-        if (!formats || !*formats) formats = "f32,f16,bf16,q8,kivi4,kivi3,kivi2,tiers";
+        if (!formats || !*formats)
+            formats = listen ? "tiers,a20/r15"
+                             : "f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a25/r20,a20/r15,tiers";
         while (bench_word(&formats, format, sizeof format)) {
             tkv_config cfg;
             if (atoi(ctx) < 1 || !plan(&cfg, &o, format, 1)) {
                 fprintf(stderr, "cannot measure \"%s\" at \"%s\" tokens\n", format, ctx);
                 return 1;
             }
-            measure(&o, format, atoi(ctx), values, q, &memory);
+            if (listen) measure_listening(&o, format, atoi(ctx), values, q);
+            else measure(&o, format, atoi(ctx), values, q, &memory);
         }
     }
-    if (!o.csv)
+    if (!o.csv && !listen)
         printf("one thread reads memory at %.1f to %.1f GB/s\n", memory.least * 1e-9, memory.most * 1e-9);
     free(values);
     free(q);

@@ -3,60 +3,75 @@
  *
  * cc -O2 -o generate examples/generate.c -lm && ./generate model.gguf
  *
- * Streams text, then says where the tokens are, how many bytes they take, how fast it was, and how far the
- * distribution of the next token moved from that of an exact cache which saw the same tokens. `./generate`
- * alone lists the options. The sampler follows run.c of llama2.c.
+ * Streams text, then says where the tokens are, how many bytes they take, how fast it was, how far the
+ * distribution of the next token moved from that of an exact cache which saw the same tokens, and whether
+ * what the prompt hid is still found. `./generate` alone lists the options. The sampler follows run.c of
+ * llama2.c.
+ *
+ * In this order: talking, options, running, recall, comparing, tables, main.
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "llama.h"
+#include "plan.h"
 
 #include <time.h>
 
-static const char usage[] = "generate MODEL [options]\n"
-                            "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"
-                            "\n"
-                            "  -p TEXT            the prompt\n"
-                            "  -f FILE            the prompt from a file\n"
-                            "  -n N               tokens to generate (256)\n"
-                            "  -c N               context (the model's)\n"
-                            "  -t T               temperature, 0 takes the likeliest token (0.8)\n"
-                            "  --top-p P          choose among the likeliest that have this share (0.95)\n"
-                            "  --seed N           of the dice (1)\n"
-                            "  --raw              no chat template, and go on after the end\n"
-                            "  -z FILE            tokenizer.bin of a llama2.c model\n"
-                            "  --theta X          base of RoPE (the model's)\n"
-                            "  --rope-halves      RoPE turns channels (i, i + d/2)\n"
-                            "  --isa NAME         auto, scalar, avx2 or avx512\n"
-                            "  --compare N        newest positions to compare with an exact cache (256)\n"
-                            "  --no-compare       do not\n"
-                            "\n"
-                            "Where tokens live, oldest to newest: [sinks][archive ...][warm][hot]\n"
-                            "  --sinks N          the first tokens, exact for ever (4)\n"
-                            "  --hot N:FORMAT     the newest (64:f16)\n"
-                            "  --warm N:FORMAT    the next older, N may be none or all (448:kivi4)\n"
-                            "  --archive FORMAT   the others (kivi2)\n"
-                            "  --group N          values that share a scale: 64 or 32 (64)\n"
-                            "FORMAT is one for K and V, or two as in kivi2/kivi4. There are\n ";
+static const char usage[] =
+    "generate MODEL [options]\n"
+    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"
+    "\n"
+    "  -p TEXT            the prompt\n"
+    "  -f FILE            the prompt from a file\n"
+    "  -n N               tokens to generate (256)\n"
+    "  -c N               context (the model's)\n"
+    "  -t T               temperature, 0 takes the likeliest token (0.8)\n"
+    "  --top-p P          choose among the likeliest that have this share (0.95)\n"
+    "  --seed N           of the dice (1)\n"
+    "  --raw              no chat template, and go on after the end\n"
+    "  -z FILE            tokenizer.bin of a llama2.c model\n"
+    "  --theta X          base of RoPE (the model's)\n"
+    "  --rope-halves      RoPE turns channels (i, i + d/2)\n"
+    "  --isa NAME         auto, scalar, avx2 or avx512\n"
+    "  --compare N        newest positions to compare with an exact cache (256)\n"
+    "  --no-compare       do not\n"
+    "  --recall TEXT      ask in the end for the last word of each line of the\n"
+    "                     prompt that begins with TEXT\n"
+    "\n"
+    "Where tokens live, oldest to newest: [sinks][archive ...][warm][hot]. Each line is an\n"
+    "option, --archive FORMAT:\n" PLAN_HELP;
 
 enum { MOST = 1 << 24 }; /* tokens; keeps every sum of two in an int */
 
 typedef struct options {
-    const char *model, *tokenizer, *prompt, *file;
+    const char *model, *tokenizer, *prompt, *file, *recall;
     int n, context, raw, rope_halves, compare;
     float temperature, top_p, theta;
     uint64_t seed;
 } options;
+
+enum { TIERED, EXACT, CACHES };
+enum { SECRETS = 32, LINE = 200, ANSWER = 16 };
+
+typedef struct secret {            /* a line of the prompt that hides something in its last word */
+    char line[LINE];               /* with the line feed before it */
+    int word;                      /* in line; up to the space before it stands the question */
+    int at;                        /* the token that ends the line, or its newest copy in the text */
+    char said[CACHES][ANSWER + 1]; /* "": was not asked */
+} secret;
 
 typedef struct session {
     llama_model model;
     tkv_config cfg;
     tkv_cache *kv;
     int *tokens, n_tokens; /* known tokens; tkv_seq_len of them have been evaluated */
+    int n_prompt;          /* the first of them */
     float *logits;         /* of one chunk */
     float *kept;           /* of position p in row p % n_kept: compared with the exact cache's in the end */
     int n_kept;
+    secret secrets[SECRETS];
+    int n_secrets;
 } session;
 
 /* >>talking */
@@ -108,35 +123,13 @@ static const char *commas(double x) { /* 12,345,678; good for four at a time */
 
 /* >>options */
 static void help(int status) {
-    int i;
     fputs(usage, stdout);
-    for (i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_format_name((tkv_format)i));
-    printf(".\n");
+    plan_print_names();
     exit(status);
 }
 
-static int parse_tier(const char *s, int *tokens, tkv_pair *pair) { /* 448, none, 448:kivi4, kivi4, k/v */
-    const size_t n = strcspn(s, ":"), digits = strspn(s, "0123456789");
-    const int none = n == 4 && strncmp(s, "none", n) == 0, all = n == 3 && strncmp(s, "all", n) == 0;
-    char name[16];
-    size_t k;
-    if (tokens && (none || all || (digits == n && n > 0 && n < 9))) {
-        *tokens = none ? TKV_NONE : all ? TKV_ALL : atoi(s);
-        if (*tokens == 0) *tokens = TKV_NONE; /* to the library 0 is the default */
-        if (s[n] == 0) return 1;
-        s += n + 1;
-    }
-    k = strcspn(s, "/");
-    if (k >= sizeof name) return 0;
-    memcpy(name, s, k);
-    name[k] = 0;
-    pair->k = tkv_format_from_name(name);
-    pair->v = s[k] ? tkv_format_from_name(s + k + 1) : pair->k;
-    return pair->k != TKV_FORMAT_DEFAULT && pair->v != TKV_FORMAT_DEFAULT;
-}
-
 static void parse(int argc, char **argv, options *o, tkv_config *cfg) {
-    int i, ok = 1, sinks;
+    int i, ok = 1;
     for (i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(0);
@@ -149,6 +142,7 @@ static void parse(int argc, char **argv, options *o, tkv_config *cfg) {
         else if (i++, strcmp(name, "-p") == 0) o->prompt = value;
         else if (strcmp(name, "-f") == 0) o->file = value;
         else if (strcmp(name, "-z") == 0) o->tokenizer = value;
+        else if (strcmp(name, "--recall") == 0) ok = *(o->recall = value) != 0;
         else if (strcmp(name, "-n") == 0) ok = (o->n = atoi(value)) > 0 && o->n <= MOST;
         else if (strcmp(name, "-c") == 0) ok = (o->context = atoi(value)) > 1 && o->context <= MOST;
         else if (strcmp(name, "-t") == 0) ok = (o->temperature = (float)atof(value)) >= 0;
@@ -156,13 +150,10 @@ static void parse(int argc, char **argv, options *o, tkv_config *cfg) {
         else if (strcmp(name, "--theta") == 0) ok = (o->theta = (float)atof(value)) > 0;
         else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
         else if (strcmp(name, "--compare") == 0) ok = (o->compare = atoi(value)) >= 0 && o->compare <= MOST;
-        else if (strcmp(name, "--sinks") == 0)
-            sinks = atoi(value), cfg->sink_tokens = sinks ? sinks : TKV_NONE;
-        else if (strcmp(name, "--hot") == 0) ok = parse_tier(value, &cfg->hot_tokens, &cfg->hot);
-        else if (strcmp(name, "--warm") == 0) ok = parse_tier(value, &cfg->warm_tokens, &cfg->warm);
-        else if (strcmp(name, "--archive") == 0) ok = parse_tier(value, NULL, &cfg->archive);
-        else if (strcmp(name, "--group") == 0) ok = (cfg->group_size = atoi(value)) > 0;
-        else if (strcmp(name, "--isa") == 0) {
+        else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
+            const char *wrong = plan_word(cfg, name + 2, value);
+            if (wrong) fail("%s %s: %s (generate --help)", name, value, wrong);
+        } else if (strcmp(name, "--isa") == 0) {
             for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_isa_name((tkv_isa)ok)) != 0;) ok++;
             cfg->isa = (tkv_isa)ok;
             ok = ok < TKV_ISA_COUNT;
@@ -225,68 +216,95 @@ static int sample(const float *logits, int n, const options *o, uint64_t *rng, c
     return m > 0 ? space[i].token : best;
 }
 
-/* >>tables */
-static const char *pair_name(const tkv_pair *p, tkv_format standard, char *buf, size_t size) {
-    const char *k = tkv_format_name(p->k ? p->k : standard), *v = tkv_format_name(p->v ? p->v : standard);
-    if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
-    else snprintf(buf, size, "%s / %s", k, v);
-    return buf;
+/* >>recall: several needles, each asked for alone (RULER, arXiv 2404.06654, section 3) */
+/* A line feed and the text of the first n tokens; ends[i] is where token i ends. To be freed. */
+static char *text_of(const session *s, int n, int *ends) {
+    char *text = NULL;
+    int i, len, pass, at = 0;
+    for (pass = 0; pass < 2; pass++) {
+        if (pass) text = (char *)room((size_t)at, 1);
+        for (i = 0, at = 1; i < n; at += len, ends[i++] = at) {
+            const char *piece = llama_piece(&s->model, i ? s->tokens[i - 1] : -1, s->tokens[i], &len);
+            if (pass) memcpy(text + at, piece, (size_t)len);
+        }
+    }
+    text[0] = '\n', text[at] = 0;
+    return text;
 }
 
-static void print_memory(const session *s) {
-    static const char *const names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
-    static const tkv_format standard[TKV_TIER_COUNT] = {TKV_F16, TKV_KIVI4, TKV_KIVI2};
-    static const char marks[] = "#+.";
-    const double values = (double)s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim);
+static void find_secrets(session *s, const char *start) {
     const int n = tkv_seq_len(s->kv, 0);
-    const tkv_pair *pairs[TKV_TIER_COUNT];
-    tkv_tier_info tiers;
-    tkv_memory_info mem;
-    double bytes, left;
-    char map[65], buf[32];
-    int i;
-    if (tkv_tier_counts(s->kv, 0, 0, &tiers) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK || n == 0) return;
-    for (i = 0; i < 64; i++) { /* of the first token in the i-th part */
-        tkv_tier tier = TKV_HOT;
-        tkv_tier_of(s->kv, 0, 0, (int)((double)i * n / 64), &tier);
-        map[i] = marks[tier];
+    int *ends = (int *)room((size_t)n, sizeof *ends);
+    char *text = text_of(s, n, ends), *from = text;
+    while ((from = strchr(from, '\n')) != NULL && from - text < ends[s->n_prompt - 1] &&
+           s->n_secrets < SECRETS) {
+        secret *x = &s->secrets[s->n_secrets];
+        const char *newest = from++, *copy;
+        size_t size = 1 + strcspn(from, "\n");
+        if (strncmp(from, start, strlen(start)) != 0 || size >= LINE) continue;
+        if (from[size - 2] == '.') size--;
+        memset(x, 0, sizeof *x);
+        memcpy(x->line, from - 1, size);
+        for (x->word = (int)size; x->word > 1 && x->line[x->word - 1] != ' ';) x->word--;
+        if (x->word < 2 || x->word == (int)size || size - (size_t)x->word > ANSWER) continue;
+        for (copy = newest; (copy = strstr(copy + 1, x->line)) != NULL;) /* the model's own, maybe */
+            if (strchr(".\n", copy[size])) newest = copy;
+        while (x->at + 1 < n && ends[x->at] < newest - text + (int)size) x->at++;
+        s->n_secrets++;
     }
-    map[i] = 0;
-    printf("oldest %s newest\n\n", map);
-    printf("  tier           tokens   format                  bytes   bits per value\n");
-    pairs[TKV_HOT] = &s->cfg.hot, pairs[TKV_WARM] = &s->cfg.warm, pairs[TKV_ARCHIVE] = &s->cfg.archive;
-    left = (double)mem.total;
-    for (i = 0; i < TKV_TIER_COUNT; i++) {
-        bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
-        left -= bytes;
-        printf("%c %-9s %11s   %-15s %13s", marks[i], names[i], commas(tiers.tokens[i]),
-               pair_name(pairs[i], standard[i], buf, sizeof buf), commas(bytes));
-        if (tiers.tokens[i]) printf("%17.2f", 8 * bytes / ((double)mem.tier[i].tokens * values));
-        printf("\n");
-    }
-    printf("  other                     tables, index, ... %11s\n", commas(left));
-    printf("  total     %11s                   %13s%17.2f\n", commas(n), commas((double)mem.total),
-           8 * (double)mem.total / (values * s->model.n_layers * n));
-    printf("  in FP16                                   %13s%17.2f\n\n", commas((double)mem.fp16_bytes),
-           16.0);
-    if (mem.ratio > 1) printf("%.2f times smaller than FP16.\n\n", mem.ratio);
-    else printf("Larger than FP16: the text is too short for what a cache takes at the start.\n\n");
+    free(text);
+    free(ends);
 }
+
+/* What the likeliest tokens say to the questions. Each is cut off again before the next one. */
+static void ask(session *s, int which) {
+    const int before = tkv_seq_len(s->kv, 0);
+    int tokens[LINE + 2 * ANSWER], i, k, j, n, len, used, want;
+    for (k = 0; k < s->n_secrets; k++) {
+        secret *x = &s->secrets[k];
+        tkv_status status = TKV_OK;
+        n = llama_tokenize(&s->model, x->line, (size_t)x->word - 1, 0, tokens);
+        want = (int)strlen(x->line + x->word);
+        for (i = used = 0; status == TKV_OK && i < n + ANSWER; i++) {
+            if (i >= n) { /* the question has been put */
+                const char *piece;
+                tokens[i] = llama_argmax(s->logits, s->model.vocab);
+                piece = llama_piece(&s->model, tokens[i - 1], tokens[i], &len);
+                for (j = 0; j < len && used < want; j++)
+                    if (used > 0 || piece[j] != ' ')
+                        x->said[which][used++] = piece[j] < 32 || piece[j] > 126 ? '?' : piece[j];
+                if (used == want) break;
+            }
+            status = llama_forward(&s->model, s->kv, 0, tokens + i, 1, s->logits, 1);
+        }
+        if (status == TKV_OK) status = tkv_truncate(s->kv, 0, before);
+        if (status != TKV_OK) fail("question %d: %s", k + 1, tkv_status_text(status));
+    }
+}
+
+static int is_right(const secret *x, int which) { return strcmp(x->said[which], x->line + x->word) == 0; }
+
+/* >>comparing */
+typedef struct comparison {
+    int positions, same, known;
+    double mean, high, most; /* KL divergence; `high` is the 99th percentile */
+    double loss[CACHES];
+} comparison;
 
 static int by_size(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-/* The same tokens once more, in the same chunks, with an exact cache. */
-static void compare(session *s) {
+/* The same tokens once more, in the same chunks, with an exact cache; the questions too. */
+static void compare(session *s, comparison *c) {
     const int n = tkv_seq_len(s->kv, 0), vocab = s->model.vocab, count = n < s->n_kept ? n : s->n_kept;
     const int first = n - count;
-    double *kl = (double *)room((size_t)count, sizeof *kl), loss[2] = {0, 0}, sum = 0;
+    double *kl = (double *)room((size_t)count, sizeof *kl);
     const double start = seconds();
     session exact = *s;
-    tkv_tier_info tiers;
-    int pos, i, same = 0, known = 0;
+    int pos, i;
+    memset(c, 0, sizeof *c);
     exact.cfg.hot.k = exact.cfg.hot.v = TKV_F32;
     exact.cfg.warm = exact.cfg.archive = exact.cfg.hot;
     exact.kv = create(&exact.cfg);
@@ -301,28 +319,132 @@ static void compare(session *s) {
             const float *a = s->kept + (size_t)(i % s->n_kept) * (size_t)vocab;
             const float *b = exact.logits + (size_t)(i - from) * (size_t)vocab;
             kl[i - first] = llama_divergence(b, a, vocab);
-            sum += kl[i - first];
-            same += llama_argmax(a, vocab) == llama_argmax(b, vocab);
-            if (i + 1 == s->n_tokens) continue;
-            known++;
-            loss[0] += llama_loss(b, vocab, s->tokens[i + 1]);
-            loss[1] += llama_loss(a, vocab, s->tokens[i + 1]);
+            c->mean += kl[i - first] / count;
+            c->same += llama_argmax(a, vocab) == llama_argmax(b, vocab);
+            if (i + 1 >= s->n_prompt) continue; /* a text that was drawn from one of the two favours it */
+            c->known++;
+            c->loss[EXACT] += llama_loss(b, vocab, s->tokens[i + 1]);
+            c->loss[TIERED] += llama_loss(a, vocab, s->tokens[i + 1]);
         }
         pos += chunk;
     }
     progress("comparing", n, n, start);
+    ask(&exact, EXACT);
+    for (i = 0; i < s->n_secrets; i++) s->secrets[i] = exact.secrets[i];
     qsort(kl, (size_t)count, sizeof *kl, by_size);
-    printf("\nAgainst an exact F32 cache that sees the same tokens, at the last %d positions:\n", count);
-    printf("  mean KL divergence   %.5f nats; 99 %% of them are below %.5f\n", sum / count,
-           kl[(int)(0.99 * (count - 1))]);
-    printf("  same likeliest token %.1f %%\n", 100.0 * same / count);
-    if (known)
-        printf("  perplexity           %.3f exact, %.3f tiered\n", exp(loss[0] / known),
-               exp(loss[1] / known));
-    if (tkv_tier_counts(s->kv, 0, 0, &tiers) == TKV_OK && tiers.tokens[TKV_HOT] == n)
-        printf("  (Nothing has left the hot tail yet: a longer text shows more.)\n");
+    c->positions = count, c->high = kl[(int)(0.99 * (count - 1))], c->most = kl[count - 1];
     tkv_destroy(exact.kv);
     free(kl);
+}
+
+/* >>tables */
+static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
+
+static const char *pair_name(const tkv_pair *p, char *buf, size_t size) {
+    const char *k = tkv_format_name(p->k), *v = tkv_format_name(p->v);
+    if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
+    else snprintf(buf, size, "%s / %s", k, v);
+    return buf;
+}
+
+static tkv_tier tier_of(const session *s, int token) {
+    tkv_tier tier = TKV_HOT;
+    tkv_tier_of(s->kv, 0, 0, token, &tier); /* cannot fail: these tokens are held */
+    return tier;
+}
+
+static void print_row(char mark, const char *name, int tokens, const char *format, double bytes,
+                      double values) {
+    printf("%c %-9s %11s   %-19s %13s", mark, name, tokens < 0 ? "" : commas(tokens), format, commas(bytes));
+    if (values > 0) printf("%17.2f", 8 * bytes / values);
+    printf("\n");
+}
+
+/* Returns how many times smaller than FP16 it is; 0: there is nothing. */
+static double print_memory(const session *s) {
+    static const char marks[] = "#+.";
+    const double values = (double)s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim);
+    const int n = tkv_seq_len(s->kv, 0);
+    tkv_pair pair;
+    tkv_tier_info tiers;
+    tkv_memory_info mem;
+    double bytes, left, all = values * s->model.n_layers * n;
+    char map[65], buf[32];
+    int i;
+    if (tkv_tier_counts(s->kv, 0, 0, &tiers) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK || n == 0)
+        return 0;
+    for (i = 0; i < 64; i++)
+        map[i] = marks[tier_of(s, (int)((double)i * n / 64))]; /* first of the i-th part */
+    map[i] = 0;
+    printf("oldest %s newest\n\n", map);
+    printf("  tier           tokens   format                      bytes   bits per value\n");
+    left = (double)mem.total;
+    for (i = 0; i < TKV_TIER_COUNT; i++) {
+        bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
+        left -= bytes;
+        if (tkv_tier_pair(s->kv, 0, (tkv_tier)i, &pair) != TKV_OK) return 0;
+        print_row(marks[i], tier_names[i], tiers.tokens[i], pair_name(&pair, buf, sizeof buf), bytes,
+                  (double)mem.tier[i].tokens * values);
+    }
+    print_row(' ', "other", -1, "tables, index, ...", left, 0);
+    print_row(' ', "total", n, "", (double)mem.total, all);
+    print_row(' ', "in FP16", -1, "", (double)mem.fp16_bytes, all);
+    printf("\n");
+    return mem.ratio;
+}
+
+static void print_answer(const secret *x, int which) {
+    if (x->said[which][0])
+        printf("   %-*s %s", ANSWER - 8, x->said[which], is_right(x, which) ? "right" : "wrong");
+    else printf("   %-*s", ANSWER - 2, "-");
+}
+
+static void print_recall(const session *s, const char *start) {
+    int i;
+    if (s->n_secrets == 0) return;
+    printf("Asked after the text, \"%s ...\":\n\n", start);
+    printf("  %-22s tokens back   tier      in the prompt   exact cache      tiers\n", "");
+    for (i = 0; i < s->n_secrets; i++) {
+        const secret *x = &s->secrets[i];
+        const int skip = 1 + (int)strlen(start);
+        printf(" %-23.*s %11s   %-7s   %-13s", x->word > skip ? x->word - skip - 1 : 0, x->line + skip,
+               commas(tkv_seq_len(s->kv, 0) - x->at), tier_names[tier_of(s, x->at)], x->line + x->word);
+        print_answer(x, EXACT);
+        print_answer(x, TIERED);
+        printf("\n");
+    }
+    printf("\n");
+}
+
+static void print_summary(const session *s, const comparison *c, double ratio) {
+    int i, right[CACHES] = {0, 0}, archived = 0, archived_right = 0;
+    tkv_tier_info tiers;
+    for (i = 0; i < s->n_secrets; i++) {
+        const secret *x = &s->secrets[i];
+        right[TIERED] += is_right(x, TIERED);
+        right[EXACT] += is_right(x, EXACT);
+        archived += tier_of(s, x->at) == TKV_ARCHIVE;
+        archived_right += tier_of(s, x->at) == TKV_ARCHIVE && is_right(x, TIERED);
+    }
+    if (ratio > 1) printf("  memory      %.2f times fewer bytes than FP16\n", ratio);
+    else printf("  memory      more than FP16: the text is too short for what a cache takes at the start\n");
+    if (c->positions) {
+        printf("  next token  KL divergence from an exact F32 cache: mean %.5f, 99 %% below %.4f, most %.4f "
+               "nats\n",
+               c->mean, c->high, c->most);
+        printf("              the same likeliest token at %.1f %% of the last %s positions\n",
+               100.0 * c->same / c->positions, commas(c->positions));
+    }
+    if (c->known)
+        printf("              perplexity of the prompt %.3f, %.3f with the exact cache\n",
+               exp(c->loss[TIERED] / c->known), exp(c->loss[EXACT] / c->known));
+    if (tkv_tier_counts(s->kv, 0, 0, &tiers) == TKV_OK && tiers.tokens[TKV_HOT] == tkv_seq_len(s->kv, 0))
+        printf("              (nothing has left the hot tail yet: a longer text shows more)\n");
+    if (s->n_secrets == 0) return;
+    printf("  recall      %d of %d from the tiers, %d of %d in the archive", right[TIERED], s->n_secrets,
+           archived_right, archived);
+    if (c->positions) printf("; %d of %d from the exact cache", right[EXACT], s->n_secrets);
+    printf("\n");
 }
 
 /* The prompt's tokens. What does not fit into `most` is left out of the middle. */
@@ -333,6 +455,7 @@ static void read_prompt(session *s, const options *o, int most) {
     const int chat = s->model.chat && !o->raw, tail = most < 64 ? most / 2 : 32;
     const char *prompt = o->prompt ? o->prompt : chat ? question : story;
     size_t size = strlen(prompt), shown;
+    const char *line;
     char *file = NULL, *text;
     if (o->file) {
         file = (char *)llama_read_file(o->file, &size);
@@ -355,10 +478,13 @@ static void read_prompt(session *s, const options *o, int most) {
         memmove(s->tokens + most - tail, s->tokens + s->n_tokens - tail, (size_t)tail * sizeof *s->tokens);
         s->n_tokens = most;
     }
-    for (shown = size > 400 ? size - 400 : 0; shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80;)
-        shown++;
-    printf("%s%s%.*s%s", chat ? "> " : "", shown ? "... " : "", (int)(size - shown), prompt + shown,
-           chat ? "\n\n" : "");
+    shown = size > 400 ? size - 400 : 0;
+    line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
+    if (line) shown = (size_t)(line + 1 - prompt);
+    while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
+    if (shown) printf("[a prompt of %s tokens, which ends:]\n", commas(s->n_tokens));
+    printf("%s%.*s%s", chat ? "> " : "", (int)(size - shown), prompt + shown, chat ? "\n\n" : "");
+    if (shown && !chat) printf("%s[the model goes on:]\n", prompt[size - 1] == '\n' ? "" : "\n");
     fflush(stdout);
     free(text);
     free(file);
@@ -369,12 +495,14 @@ int main(int argc, char **argv) {
     session s;
     char err[256];
     choice *space;
-    double start, prompt_time, text_time;
+    comparison c;
+    double start, prompt_time, text_time, ratio;
     uint64_t rng;
     int n_prompt, n_text = 0, context, n, logits = 1, before, token, len;
 
     memset(&o, 0, sizeof o);
     memset(&s, 0, sizeof s);
+    memset(&c, 0, sizeof c);
     o.n = o.compare = 256;
     o.temperature = 0.8f;
     o.top_p = 0.95f;
@@ -389,8 +517,9 @@ int main(int argc, char **argv) {
     s.kv = create(&s.cfg);
     context = o.context ? o.context : s.model.context;
     if (context > MOST) context = MOST;
+    if (o.recall && context > 2 * LINE) context -= LINE / 2; /* for a question */
     read_prompt(&s, &o, context - (o.n < context / 2 ? o.n : context / 2));
-    n_prompt = s.n_tokens;
+    n_prompt = s.n_prompt = s.n_tokens;
     s.n_kept = o.compare < n_prompt + o.n ? o.compare : n_prompt + o.n;
     s.kept = (float *)room((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
     s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
@@ -426,11 +555,16 @@ int main(int argc, char **argv) {
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
     printf("\n\n");
-    print_memory(&s);
-    printf("  prompt  %9d tokens %11.1f per second\n", n_prompt, n_prompt / (prompt_time + 1e-9));
-    printf("  text    %9d tokens %11.1f per second   (one thread, %s)\n", n_text, n_text / (text_time + 1e-9),
-           tkv_isa_name(tkv_isa_of(s.kv)));
-    if (s.n_kept > 0) compare(&s);
+    ratio = print_memory(&s);
+    if (o.recall) find_secrets(&s, o.recall);
+    if (o.recall && s.n_secrets == 0) fail("no line of the prompt begins with \"%s\"", o.recall);
+    ask(&s, TIERED);
+    if (s.n_kept > 0) compare(&s, &c);
+    print_recall(&s, o.recall);
+    print_summary(&s, &c, ratio);
+    printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
+           commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
+           commas(n_text / (text_time + 1e-9)), tkv_isa_name(tkv_isa_of(s.kv)));
     tkv_destroy(s.kv);
     llama_free(&s.model);
     free(s.tokens);

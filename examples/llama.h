@@ -212,9 +212,11 @@ static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes o
     }
 }
 
-/* Four floats in one register under gcc and clang, at -O2 too, where gcc 12 would keep an array of sums in
- * memory. Other compilers take them one by one. */
-#if defined(__GNUC__) || defined(__clang__)
+/* Four floats in one register under gcc and clang, eight with -march=native on most x86, at -O2 too, where gcc
+ * 12 would keep an array of sums in memory. Other compilers take them one by one. */
+#if (defined(__GNUC__) || defined(__clang__)) && defined(__AVX__)
+typedef float llama_vec __attribute__((vector_size(32), aligned(4), may_alias));
+#elif defined(__GNUC__) || defined(__clang__)
 typedef float llama_vec __attribute__((vector_size(16), aligned(4), may_alias));
 #else
 typedef float llama_vec;
@@ -1187,6 +1189,10 @@ static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* t
     cfg->n_kv_heads = m->n_kv_heads;
     cfg->head_dim = m->head_dim;
     cfg->v_head_dim = m->v_head_dim;
+    if (m->rope_factors.data || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
+    cfg->rope.dim = m->rope_dim; /* for formats that undo it; otherwise they code keys as they are */
+    cfg->rope.base = m->rope_theta;
+    cfg->rope.interleaved = !m->rope_halves;
 }
 
 /* How many of the next `left` tokens to evaluate together when pos are there: up to the place where a block

@@ -44,9 +44,16 @@
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
 #define tkv_begin TKV_NAME_(tkv_begin)
+#define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
+#define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
+#define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
+#define tkv_calibration_load TKV_NAME_(tkv_calibration_load)
+#define tkv_calibration_refresh TKV_NAME_(tkv_calibration_refresh)
+#define tkv_calibration_save TKV_NAME_(tkv_calibration_save)
 #define tkv_check TKV_NAME_(tkv_check)
 #define tkv_commit TKV_NAME_(tkv_commit)
 #define tkv_config_default TKV_NAME_(tkv_config_default)
+#define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
@@ -67,6 +74,10 @@
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_preset_name TKV_NAME_(tkv_preset_name)
+#define tkv_quality TKV_NAME_(tkv_quality)
+#define tkv_quality_of TKV_NAME_(tkv_quality_of)
+#define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
 #define tkv_read TKV_NAME_(tkv_read)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
@@ -75,6 +86,7 @@
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
+#define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
 #define tkv_version TKV_NAME_(tkv_version)
 #endif
@@ -86,11 +98,12 @@ extern "C" {
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded, demoted and shared together */
 #define TKV_MAX_HEAD_DIM 256
-#define TKV_NONE (-1) /* in a length: this tier is off */
-#define TKV_ALL (-2)  /* in a length: this tier takes everything, the later ones stay empty */
+#define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
+#define TKV_NONE (-1)        /* in a length: this tier is off */
+#define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
 
 /* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing. */
-/* (An allocation that failed may leave a table of the index with more room than before.) */
+/* (An allocation that failed may leave the index, or memory for the tables of formats, larger than before.) */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -102,14 +115,15 @@ extern "C" {
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
-    X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")
+    X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
+    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -11 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -12 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
 typedef enum tkv_format {
-    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm KIVI4, archive KIVI2 */
+    TKV_FORMAT_DEFAULT = 0, /* hot F16, warm A40 and R40, archive A30 and R30 */
     TKV_F32,
     TKV_F16,
     TKV_BF16,
@@ -117,6 +131,33 @@ typedef enum tkv_format {
     TKV_KIVI4, /* 4, 3, 2 bits: K per channel along tokens, V per token along channels */
     TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
     TKV_KIVI2,
+    TKV_A40, /* K only: allocated bits per channel. Bits a value on average over a layer, metadata included: */
+    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (format_a.h) */
+    TKV_A30,
+    TKV_A275,
+    TKV_A25,
+    TKV_A225,
+    TKV_A20,
+    TKV_A175,
+    TKV_A15,
+    TKV_R40, /* V only: rotated values, 4, 3, 2, 1.5, 1 bits on average over a layer, and */
+    /*   8 bits a token (format_r.h) */
+    TKV_R30,
+    TKV_R20,
+    TKV_R15,
+    TKV_R10,
+    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (format_int.h) */
+    TKV_INT4,
+    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (format_float.h) */
+    TKV_FP8_E5M2,
+    TKV_FP4,    /* E2M1 with the two scales of NVFP4: E4M3 per 16 channels, fp16 per token */
+    TKV_SQUAT4, /* K only: KIVI4 and KIVI2 with errors turned away from the queries (SQuat, arXiv 2503.24358) */
+    TKV_SQUAT2,
+    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (format_subspace.h) */
+    TKV_SUBSPACE2,
+    TKV_KVQUANT4, /* levels by k-means, outliers apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
+    TKV_KVQUANT3,
+    TKV_KVQUANT2,
     TKV_FORMAT_COUNT
 } tkv_format;
 
@@ -131,6 +172,22 @@ typedef enum tkv_nonfinite {
     TKV_NONFINITE_REFUSE = 0, /* TKV_ERR_NONFINITE, nothing is appended */
     TKV_NONFINITE_SATURATE    /* NaN becomes 0, infinities become +-65504 */
 } tkv_nonfinite;
+/* Bits of cfg.fit: what the encoder of Q8, KIVI and SQUAT formats does about scale and zero; 0: minimum and maximum.
+ * All leave bytes, decoding and speed as they are, and cost time when a block is coded. For 3 bits and less. */
+typedef enum tkv_fit {
+    TKV_FIT_CLIP = 1,    /* the best of 12 ranges of each group, by squared error; wants exact sinks */
+    TKV_FIT_NORM = 2,    /* decoded groups have the variance of the values: mixes best with exact tokens */
+    TKV_FIT_UNBIASED = 4 /* decoded groups are unbiased, cov(x^, x) = var(x); not with NORM */
+} tkv_fit;
+/* Bits of cfg.rotate: INT8, INT4, FP8 and FP4 code this side behind a randomised Hadamard rotation. */
+typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
+/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (format_kvquant.h). */
+typedef enum tkv_kvquant {
+    TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; also where there is no cfg.rope */
+    TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
+    TKV_KVQUANT_NORM = 4, /* decoded values have the variance of the values (Q-Norm): for 3 bits and less */
+    TKV_KVQUANT_DENSE = 8 /* no slots for outliers */
+} tkv_kvquant;
 typedef enum tkv_isa {
     TKV_ISA_AUTO = 0,
     TKV_ISA_SCALAR,
@@ -166,6 +223,18 @@ typedef struct tkv_pair {
     tkv_format k, v;
 } tkv_pair;
 
+/* How the model rotates its keys, for formats that undo it (KVQUANT): channels j and j + dim/2 of the first
+ * `dim`, or 2j and 2j + 1, turn by scale * base^(-2j / dim) radians a token, j = 0 .. dim/2 - 1, from
+ * position 0 on. Keys that turned otherwise stay as right as they were; they are only coded less well. */
+typedef struct tkv_rope {
+    int dim;         /* channels that turn: even, at most head_dim; 0: none */
+    int interleaved; /* 0: channels j and j + dim/2 (Hugging Face); 1: 2j and 2j + 1 (GGUF files of Llama) */
+    float base;      /* 2 to 1e9; 0: 10000 */
+    float scale;     /* of positions, up to 4; 0: 1. Linear scaling by 4 is 0.25 */
+    /* NULL, or dim/2 of them, 0 to 1, in the place of the powers of base; not kept */
+    const float *frequencies;
+} tkv_rope;
+
 typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cache's value */
     tkv_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
@@ -188,10 +257,18 @@ typedef struct tkv_config {
     int max_tokens; /* per sequence; 0: grows on demand (tkv_init_in_place needs a number) */
     int max_append; /* most tokens of one append; 0: 512 */
     /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
-    int sink_tokens; /* first tokens, exact for ever; 0: 4 */
-    int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64 */
-    int warm_tokens; /* the next older ones; 0: 448 */
-    int group_size;  /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int sink_tokens;     /* first tokens, exact for ever; 0: 4 */
+    int hot_tokens;      /* at least this many newest tokens stay exact; 0: 64 */
+    int warm_tokens;     /* the next older ones; 0: 448 */
+    int group_size;      /* values that share a scale in Q8 and KIVI formats: 64 or 32; 0: 64 */
+    int allocation_unit; /* channels that get bits together in A formats: 4, or 16 for a GPU; 0: 4 */
+    int fit;             /* bits of tkv_fit, for Q8, KIVI and SQUAT formats */
+    int rotate;          /* bits of tkv_rotate, for INT8, INT4, FP8, FP4 */
+    int center_k; /* 1: in the same formats, the mean of each channel of K and block is kept apart (fp16) */
+    int squat_block; /* channels that SQUAT formats code together: 16, or 64 as its authors; 0: 16 */
+    int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
+    int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+    tkv_rope rope;   /* of the keys, for the same */
     int window;      /* sliding window of all layers; 0: none */
     tkv_pair hot, warm, archive;
     const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
@@ -199,6 +276,10 @@ typedef struct tkv_config {
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
     tkv_isa isa; /* TKV_ISA_AUTO: the best one here. Another: that one or TKV_ERR_ISA */
+    /* the quality meter, see tkv_quality */
+    int quality_heads;  /* heads that it watches, at most 64; 0: there is no meter. 4 are a good start */
+    int quality_tokens; /* coded tokens of each that it keeps exact, from 128; 0: 2048 */
+    int quality_every;  /* it measures at every such position; 0: 32 or more, for 0.5 % of the time at most */
     /* the host */
     tkv_allocator allocator;
     tkv_parallel_for parallel_for;
@@ -207,6 +288,15 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+
+/* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
+ * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
+ * 1.81, and the designs that this one is compared with, "kivi" and "squat" 2.5, "kvquant-3" 3.5 (give it
+ * cfg.rope), "by-context": of these three the first below 2,048 max_tokens (set before), the second below
+ * 8,192, else the third. bench/QUALITY.md has what they do to a model. TKV_ERR_ARG: there is no such name,
+ * nothing changed. tkv_preset_name(0), (1), ... are the names, then NULL. */
+TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
+TKV_API const char *tkv_preset_name(int i);
 
 /* Checks every field. On an error, `reason` (may be NULL) gets one sentence that names the field, the
  * value and what would be right, cut to `size` bytes. */
@@ -252,12 +342,12 @@ typedef struct tkv_append_params {
  * O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
-/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then
- * opens the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit
- * checks that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open);
- * tkv_abort takes the step's tokens away again, leaving the cache exactly as after tkv_begin. Out of order:
- * TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it costs the encoding that is due, the others
- * O(layers). */
+/* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
+ * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
+ * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
+ * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
+ * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it
+ * costs the encoding that is due, the others O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -346,6 +436,54 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
+/* >>calibration. A and R formats give bits to the channels and heads that attention looks at. What they need to
+ * know they learn while the cache runs: when a layer has seen 512 tokens, all sequences together, its next
+ * append makes a table; blocks that were due before stay in the next better tier until then. At 2,048 tokens
+ * there is a better one for the blocks that follow, and nothing is collected afterwards. A caller need not do
+ * anything. One who knows the model can save what one cache learned and load it into others: they compress from
+ * the first block on. What SQUAT formats know of the queries is not saved: it takes them 64 tokens, and they
+ * code as KIVI's until then. Learning from attention needs atomics (gcc, clang); elsewhere tables come from the
+ * keys alone. KVQUANT formats learn ranges and levels in the same way and time. Tables do not depend on the
+ * number of threads. None of these may be called in an open step (TKV_ERR_STATE). Cost: O(layers * heads *
+ * head_dim^2), and 16 blocks decoded per layer where a table is made, three times for KVQUANT. */
+TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a table */
+/* Writes what was learned, the same bytes on every machine; *bytes is how many it takes. dst NULL: only that. Layers
+ * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
+TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
+/* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
+ * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged, or of
+ * another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
+ * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
+ * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
+ * cfg.kvquant than NORM. */
+TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
+/* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
+ * layer without a table has none but sinks. TKV_ERR_NOMEM. */
+TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
+/* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
+ * TKV_ERR_NOMEM. */
+TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
+
+/* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
+typedef struct tkv_samples {
+    int layer, n;   /* n tokens, at most 2^18 */
+    int start;      /* position of the first; 2^30 - 1 at most, as that of the last */
+    int length;     /* of a sequence: after so many tokens positions begin at `start` again; 0: n */
+    const float *k; /* [n][n_kv_heads][head_dim], after RoPE */
+    const float *v; /* [n][n_kv_heads][v_head_dim] */
+    /* NULL, or what an error of each value costs, such as its squared gradient (Fisher information), of the
+     * same shapes; of K: of the value that is coded, before RoPE if it is. Not negative. */
+    const float *k_weight, *v_weight;
+} tkv_samples;
+/* Makes the layer's table from samples: KVQuant's calibration (arXiv 2401.18079, sections 3.1 to 3.6).
+ * Weights of k-means are squared ranges (equation 7) times those given. Leave the first tokens of a sequence
+ * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
+ * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
+ * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
+ * TKV_ERR_CAPACITY and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and one more
+ * for each 4096 / head_dim hundreds of tokens. */
+TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
+
 /* >>reports. */
 typedef struct tkv_tier_info {
     int tokens[TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum and `dropped` make the length */
@@ -355,6 +493,8 @@ typedef struct tkv_tier_info {
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
+/* The formats that blocks of a tier get, defaults included. */
+TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
 
 typedef struct tkv_tier_bytes {
     size_t tokens;   /* summed over layers; a block shared by sequences counts once */
@@ -364,11 +504,12 @@ typedef struct tkv_tier_bytes {
 typedef struct tkv_memory_info {
     size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
     tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;                       /*   formats and plans per layer */
-    size_t index;                        /*   block table, block lists, the cache itself */
-    size_t scratch;                      /*   work space of encoding and of parallel attention */
-    size_t slack;                        /*   free room in pages, padding */
-    size_t peak;                         /* highest total so far */
+    size_t tables;     /*   plans per layer, what they learned and learn from, the meter's sums */
+    size_t index;      /*   block table, block lists, the cache itself */
+    size_t scratch;    /*   work space of encoding and of parallel attention */
+    size_t shadow;     /*   exact copies of the quality meter, used or not */
+    size_t slack;      /*   free room in pages, padding */
+    size_t peak;       /* highest total so far */
     size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
     double ratio;      /* fp16_bytes / total */
     double ratio_f32;  /* the same against plain F32 */
@@ -378,9 +519,46 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exa
  * in full, tables, index and scratch belong to nobody. TKV_ERR_ARG for a layer without a cache. */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
- * Exact, but that `index` can be off by one doubling of a table; peak is total (a prompt in large chunks has a
- * higher one: a chunk is exact until the next). TKV_ERR_CONFIG if it is more than this machine can address. */
+ * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
+ * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
+ * next). TKV_ERR_CONFIG if it is more than this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
+
+/* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
+ * computed a second time, with exact copies of coded blocks in their place, and compared with what tkv_attend
+ * gave. It watches cfg.quality_heads KV heads, spread over the layers, of one sequence: the first that
+ * begins, and when that is reset, the next that begins. Exact is what the hot tier held. Windows, masks,
+ * ALiBi, soft caps, learned sinks and batches are as in the call; layers that share K and V count for the one
+ * that has them.
+ *
+ * When a sequence has more coded tokens than cfg.quality_tokens, copies are of every second block, then of
+ * every fourth, and so on; other blocks stand as they are on both sides. `coverage` is the share that had a
+ * copy. All figures are of the covered blocks alone, so they are too low by it. Where errors of blocks are
+ * independent they add up: output_error and kl divided by coverage, and 1 - (1 - top1) / coverage, estimate
+ * the whole; the part of an error that all blocks have in common still comes out too low.
+ *
+ * tkv_attend returns the same bits with and without a meter. Figures do not depend on threads. Every call
+ * counts, also one that is repeated. Memory is fetched by tkv_create: per head quality_tokens * (head_dim +
+ * v_head_dim) values in the hot format (tkv_memory_info.shadow). It needs atomics (gcc, clang); elsewhere
+ * there is no meter and samples stay 0. */
+typedef struct tkv_quality_info {
+    uint64_t samples;    /* comparisons: one query of one query head each */
+    double coverage;     /* 0 .. 1, of the coded keys that samples saw; 1 if they saw none */
+    double output_error; /* mean of |out - exact|^2 / |exact|^2 */
+    double kl;           /* mean KL divergence of attention weights, exact to cached, nats */
+    double kl_max;       /* largest of them. One sample counts for 16 at most, here and above */
+    double top1;         /* share of samples whose strongest key is the exact one's (learned sinks apart) */
+    int heads, every;    /* watched; positions from one measurement of a head to its next */
+    int seq;             /* the sequence watched; TKV_NONE before one has begun */
+} tkv_quality_info;
+/* Of all samples since creation or tkv_quality_reset. Without samples the figures are 0, without a meter all
+ * is (seq: TKV_NONE). TKV_ERR_ARG: a pointer is missing. O(heads). */
+TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
+/* The same of one layer; no samples if none of its heads is watched. TKV_ERR_ARG for a layer without a
+ * cache. */
+TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
+/* Sums begin anew; copies stay. Counts as a write. */
+TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -397,12 +575,19 @@ TKV_API const char *tkv_isa_name(tkv_isa isa);
 TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv); /* the one it runs on */
 
 /* >>codec. The formats without a cache: one head's block of up to 64 tokens, as bytes that do not depend on
- * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). */
+ * the machine. x is [n_tokens][head_dim] with `stride` floats between tokens (0: head_dim). Fill it with zeros first.
+ * SQUAT formats know of no queries here and code as KIVI's. KVQUANT formats know no table: K has the ranges
+ * of the block in its bytes, 32 bits per channel more than in a cache, and levels are those of a normal
+ * distribution. */
 typedef struct tkv_codec {
     tkv_format format;
     tkv_side side;
     int head_dim;
-    int group_size; /* 64 or 32; 0: 64. Ignored by exact formats */
+    int group_size;                       /* 64 or 32; 0: 64. Ignored by exact formats */
+    int fit, rotate, center_k, subspaces; /* as in tkv_config */
+    int kvquant;                          /* the same */
+    tkv_rope rope; /* the same; tkv_encode and tkv_decode read it, and its frequencies */
+    int position;  /* of the first token, for rope; tkv_decode finds it in the bytes */
 } tkv_codec;
 TKV_API size_t
 tkv_encoded_size(const tkv_codec *c); /* bytes, metadata included; 0 if the codec is not valid */

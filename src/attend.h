@@ -19,7 +19,7 @@
 #ifndef TKVI_ATTEND_H
 #define TKVI_ATTEND_H
 
-#include "cache.h"
+#include "metric.h"
 
 #define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
@@ -35,6 +35,9 @@ typedef struct tkvi_call {
     int heads_per_kv;
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+    int listen; /* statistics of this layer are wanted (learn.h) */
+    int metric; /* its queries are (metric.h) */
+    int meter;  /* the quality meter watches a head of it (meter.h) */
 } tkvi_call;
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
@@ -54,6 +57,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
+    c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
+    for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
@@ -151,7 +157,30 @@ typedef struct tkvi_queries {
     float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     float ref[TKV_MAX_HEAD_DIM];
     float origin[TKVI_ROWS];
+    const uint8_t
+        *order; /* the order of channels in `sorted`: [rows + 1][k_pad], the reference last; NULL: none */
+    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
 } tkvi_queries;
+
+/* What one chunk of keys adds up to, or several of them together. */
+typedef struct tkvi_sums {
+    float *m, *l; /* [TKVI_ROWS] */
+    float *far;   /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
+    float *o;     /* [1 or 2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+} tkvi_sums;
+
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3))
+
+static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
+
+static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
+    tkvi_sums s;
+    s.o = memory;
+    s.m = memory + 2 * TKVI_ROWS * v_pad;
+    s.l = s.m + TKVI_ROWS;
+    s.far = s.l + TKVI_ROWS;
+    return s;
+}
 
 static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
@@ -187,9 +216,21 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
     }
 }
 
+/* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
+static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t *order) {
+    int r, i;
+    if (q->order == order) return;
+    q->order = order;
+    for (r = 0; r <= u->rows; r++) {
+        const float *from = r < u->rows ? q->q + r * u->k_pad : q->ref;
+        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[order[i]];
+    }
+}
+
 static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.head_dim, r, i;
+    q->order = NULL;
     tkvi_reference_key(u, q->ref);
     for (r = 0; r < u->rows; r++) {
         float *row = q->q + r * u->k_pad;
@@ -237,14 +278,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
 }
 
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
-static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, float *scores) {
+static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
     int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i), q->q, q->ref, u->rows,
+    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
+                                          rec->k.order ? q->sorted : q->q,
+                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
     for (r = 0; r < u->rows; r++)
         tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
@@ -252,15 +296,38 @@ static int tkvi_block_scores(const tkvi_unit *u, const tkvi_queries *q, int i, f
 }
 
 /* >>part: the online softmax over one chunk of blocks */
-static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, int chunk, float *m, float *l,
-                                    float *o) {
+static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
+    int i, k;
+    for (i = 0; i < n; i += 16)
+        for (k = 0; k < 16; k++) x[i + k] *= by;
+}
+
+/* Does row r's query count for the statistics? One in eight does. */
+static int tkvi_listens(const tkvi_unit *u, int r) {
+    return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
+}
+
+/* What block i adds to `far` of the rows that listen: sums of p^2, where it is no sink and far enough back. */
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far) {
+    int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
+    if (i < u->list->sinks) return;
+    for (r = 0; r < u->rows; r++) {
+        float sum[16] = {0};
+        if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
+        for (k = 0; k < 16; k++) far[r] += sum[k];
+    }
+}
+
+static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, t, k, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk);
-    memset(o, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    memset(sums->o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
     for (r = 0; r < u->rows; r++) {
-        m[r] = TKVI_HIDDEN;
-        l[r] = 0.0f;
+        sums->m[r] = TKVI_HIDDEN;
+        sums->l[r] = sums->far[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
@@ -275,67 +342,289 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, const tkvi_queries *q, i
                 continue;
             }
             seen = 1;
-            if (most > m[r]) {
-                if (!TKVI_IS_HIDDEN(m[r])) { /* else o and l are still 0 */
-                    float shrink = expf(m[r] - most), *row = o + r * u->v_pad;
-                    for (t = 0; t < u->v_pad; t += 16) /* 16 at a time: vectors also at -O2 */
-                        for (k = 0; k < 16; k++) row[t + k] *= shrink;
-                    l[r] *= shrink;
+            if (most > sums->m[r]) {
+                if (!TKVI_IS_HIDDEN(sums->m[r])) { /* else o and l are still 0 */
+                    float shrink = expf(sums->m[r] - most);
+                    for (space = 0; space < tkvi_spaces(u); space++)
+                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                    sums->l[r] *= shrink;
+                    sums->far[r] *= shrink * shrink;
                 }
-                m[r] = most;
+                sums->m[r] = most;
             }
-            l[r] += kv->kernels->exp64(s, m[r], w);
+            sums->l[r] += kv->kernels->exp64(s, sums->m[r], w);
         }
         if (!seen) continue;
+        if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
         kv->kernels->v[rec->v.format->stored](
             &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
             tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
-            tkvi_planes(&rec->v, kv->tables.cfg.precise), o);
+            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + (rec->v.format->rotated ? stride : 0));
     }
 }
 
-/* (m, l, o) of one row grows by those of another set of keys. */
-static TKVI_NOINLINE void tkvi_merge_row(float *m, float *l, float *o, float m2, float l2, const float *o2,
-                                         int dim) {
+/* Row r of the sums grows by that of another set of keys. */
+static TKVI_NOINLINE void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to,
+                                         const tkvi_sums *from) {
     float a, b;
-    int i, k;
-    if (!(l2 > 0.0f)) return;
-    if (!(*l > 0.0f)) {
-        *m = m2;
-        *l = l2;
-        memcpy(o, o2, (size_t)dim * sizeof(float));
-        return;
+    int i, k, space;
+    if (!(from->l[r] > 0.0f)) return;
+    a = from->m[r] > to->m[r] ? expf(to->m[r] - from->m[r]) : 1.0f;
+    b = from->m[r] > to->m[r] ? 1.0f : expf(from->m[r] - to->m[r]);
+    if (!(to->l[r] > 0.0f)) {
+        a = 0.0f;
+        b = 1.0f;
     }
-    a = m2 > *m ? expf(*m - m2) : 1.0f;
-    b = m2 > *m ? 1.0f : expf(m2 - *m);
-    *m = m2 > *m ? m2 : *m;
-    *l = *l * a + l2 * b;
-    for (i = 0; i < dim; i += 16)
-        for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+    to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
+    to->l[r] = to->l[r] * a + from->l[r] * b;
+    to->far[r] = to->far[r] * a * a + from->far[r] * b * b;
+    for (space = 0; space < tkvi_spaces(u); space++) {
+        float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
+        const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
+        for (i = 0; i < u->v_pad; i += 16)
+            for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+    }
+}
+
+/* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
+#if defined(__GNUC__) || defined(__clang__)
+static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    tkv_cache *kv = u->call->kv;
+    int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
+    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
+    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    for (r = 0; r < u->rows; r++) {
+        if (!tkvi_listens(u, r)) continue;
+        for (c = 0; c < dim; c++) {
+            float x = q->q[r * u->k_pad + c];
+            asked[c] += (int64_t)tkvi_clampf(x * x * 16777216.0f, 0.0f, 1e12f);
+        }
+        if (s->l[r] > 0.0f)
+            *far += (int64_t)tkvi_clampf(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 0.0f, 1e12f);
+    }
+    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+}
+
+static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    tkv_cache *kv = u->call->kv;
+    int layer = u->call->plan->stored, r;
+    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    for (r = 0; r < u->rows; r++)
+        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
+            tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
+    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+}
+#else /* without atomics nobody may write here: tables come from the keys alone */
+static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    (void)u;
+    (void)q;
+}
+
+static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    (void)u;
+    (void)q;
+    (void)s;
+}
+#endif
+
+/* >>quality: the same attention once more, with exact copies in place of coded blocks (meter.h) */
+typedef struct tkvi_contrast { /* of a row */
+    int sampled;
+    uint64_t keys, kept; /* coded keys in its reach; those with a copy */
+    double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
+    float m, cached_m; /* that maximum; the largest cached score */
+    float choice;      /* the exact score of the key that has the largest cached one */
+} tkvi_contrast;
+
+/* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
+static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkvi_contrast *rows) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_meter *m = kv->meter;
+    const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
+    int i, r, from = 0;
+    uint64_t kept = 0;
+    for (r = 0; r < u->rows; r++) {
+        memset(&rows[r], 0, sizeof rows[r]);
+        rows[r].sampled = (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
+        rows[r].m = rows[r].cached_m = TKVI_HIDDEN;
+    }
+    for (i = u->list->sinks; i < u->list->n; i++) {
+        int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->key[TKV_HOT]) continue;
+        copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
+        for (r = 0; r < u->rows; r++) {
+            int low, high, n;
+            if (!rows[r].sampled) continue;
+            tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+            n = tkvi_min(high, end) - tkvi_max(low, start);
+            if (n <= 0) continue;
+            rows[r].keys += (uint64_t)n;
+            if (copied) rows[r].kept += (uint64_t)n;
+            if (copied) kept += (uint64_t)n;
+        }
+    }
+    return kept;
+}
+
+/* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
+static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, const float *s, const float *c,
+                             float *w, float *o) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
+    float most = kernels->max64(s), cached_most = kernels->max64(c);
+    double shift = 0.0;
+    int t, space;
+    if (TKVI_IS_HIDDEN(most)) {
+        memset(w, 0, TKVI_BLOCK * sizeof(float));
+        return 0;
+    }
+    if (most > row->m) {
+        float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
+        for (space = 0; space < tkvi_spaces(u); space++)
+            tkvi_shrink(o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+        row->l *= (double)shrink;
+        row->shift *= (double)shrink;
+        row->m = most;
+    }
+    if (cached_most > row->cached_m) {
+        row->cached_m = cached_most;
+        for (t = 0; t < TKVI_BLOCK && c[t] < cached_most;) t++;
+        row->choice = s[t % TKVI_BLOCK];
+    }
+    row->l += (double)kernels->exp64(s, row->m, w);
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* hidden keys: 0 times 0 */
+    row->shift += shift;
+    return 1;
+}
+
+static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries *q, const tkvi_gauge *g,
+                                               tkvi_contrast *rows, float *o) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_record *exact =
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].coding[TKV_HOT]].record[u->head];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
+        p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
+    memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
+    for (i = 0; i < u->list->n; i++) {
+        int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_end(kv, u->list, u->ids, i) - start,
+            any = 0;
+        const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
+        const tkvi_record *rec = copy ? exact : tkvi_record_of(u, i, &bytes);
+        if (!tkvi_block_scores(u, q, i, cached)) continue;
+        if (copy) {
+            bytes = copy;
+            kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
+            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], start, n, scores + r * TKVI_BLOCK);
+        } else {
+            memcpy(scores, cached, sizeof scores);
+        }
+        memset(p, 0, sizeof p);
+        for (r = 0; r < u->rows; r++)
+            if (rows[r].sampled)
+                any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
+                                         p + r * TKVI_BLOCK, o);
+        if (any)
+            kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, NULL, p, u->rows, n,
+                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  o + (rec->v.format->rotated ? stride : 0));
+    }
+}
+
+/* Output of a row, rotated values turned back, before learned sinks and the division. */
+static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, float *row) {
+    int dim = u->call->kv->tables.cfg.v_head_dim, i;
+    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    if (tkvi_spaces(u) == 2) {
+        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        tkvi_rotate_back(row, dim);
+    }
+    for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
+}
+
+/* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
+static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, const tkvi_contrast *row,
+                              const tkvi_sums *s, const float *o, tkvi_tally *tally) {
+    const tkv_attend_params *p = u->call->p;
+    float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
+    double a, b, d = 0.0, size = 0.0;
+    uint64_t divergence;
+    int i, head = tkvi_head_of(u, r);
+    if (p->sinks && tkvi_is_finite(p->sinks[head])) {
+        double sink = (double)p->sinks[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
+        lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
+        cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
+    }
+    a = exp((double)row->m - lse);
+    b = exp((double)s->m[r] - cached);
+    tkvi_whole_row(u, r, o, x);
+    tkvi_whole_row(u, r, s->o, y);
+    for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
+        double e = (double)x[i] * a - (double)y[i] * b;
+        d += e * e;
+        size += (double)x[i] * a * ((double)x[i] * a);
+    }
+    divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
+    tally->agreed += row->choice >= row->m;
+    tally->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    tally->divergence += divergence;
+    if (divergence > tally->worst) tally->worst = divergence;
+}
+
+/* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
+static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, const tkvi_sums *s,
+                                       const tkvi_sums *work) {
+    tkvi_meter *m = u->call->kv->meter;
+    tkvi_gauge *g = tkvi_gauge_of(m, u->call->plan->stored, u->head);
+    tkvi_contrast rows[TKVI_ROWS];
+    tkvi_tally tally;
+    uint64_t kept;
+    int r;
+    if (!g || u->call->rows[u->item].seq != m->seq) return;
+    memset(&tally, 0, sizeof tally);
+    kept = tkvi_contrast_begin(u, g, rows);
+    if (kept) tkvi_contrast_blocks(u, q, g, rows, work->o);
+    for (r = 0; r < u->rows; r++) {
+        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
+        tally.samples++;
+        tally.keys += rows[r].keys;
+        tally.kept += rows[r].kept;
+        if (rows[r].kept && rows[r].l > 0.0) tkvi_contrast_end(u, q, r, &rows[r], s, work->o, &tally);
+        else tally.agreed++; /* nothing that could differ */
+    }
+    if (!tally.samples) return;
+    tkvi_meter_lock(m);
+    tkvi_tally_add(&g->sum, &tally);
+    tkvi_meter_unlock(m);
 }
 
 /* The unit's rows go out; learned sinks join the sum. */
-static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, float *m, float *l,
-                                      const float *o) {
+static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.v_head_dim, r, i;
+    float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), row = u->seq_row + tkvi_query_of(u, r);
         float origin = c->p->softcap > 0.0f ? 0.0f : q->origin[r], weight = 1.0f;
         ptrdiff_t at = row * c->out_row + head * c->out_head;
         int empty = !(l[r] > 0.0f);
+        if (c->kv->tables.any_rotated && !empty) {
+            float *turned = o + (TKVI_ROWS + r) * u->v_pad;
+            tkvi_rotate_back(turned, dim);
+            for (i = 0; i < dim; i++) o[r * u->v_pad + i] += turned[i];
+        }
         if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
-            float s = c->p->sinks[head] - origin;
+            float sink = c->p->sinks[head] - origin;
             if (empty) {
-                m[r] = s;
+                m[r] = sink;
                 l[r] = 1.0f;
-            } else if (s > m[r]) {
-                weight = expf(m[r] - s);
+            } else if (sink > m[r]) {
+                weight = expf(m[r] - sink);
                 l[r] = l[r] * weight + 1.0f;
-                m[r] = s;
+                m[r] = sink;
             } else {
-                l[r] += expf(s - m[r]);
+                l[r] += expf(sink - m[r]);
             }
         }
         for (i = 0; i < dim; i++)
@@ -351,7 +640,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q,
 typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks;
-    float *parts; /* [unit][chunk][TKVI_ROWS][v_pad + 2]: o, m, l */
+    float *parts; /* [unit][chunk] sums */
 } tkvi_work;
 
 static int tkvi_count_units(const tkvi_call *c) {
@@ -373,47 +662,49 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     }
 }
 
-static float *tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
-    return w->parts + (size_t)((unit * w->n_chunks + chunk) * TKVI_ROWS) * (size_t)(u->v_pad + 2);
+static tkvi_sums tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+    return tkvi_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * (size_t)TKVI_SUMS_FLOATS(u->v_pad),
+                        u->v_pad);
 }
 
 static void tkvi_run_part(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
-    float *o;
+    tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     tkvi_find_unit(w->call, index / w->n_chunks, &u);
     if (chunk >= u.n_chunks) return;
     tkvi_load_queries(&u, &q);
-    o = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
-    tkvi_part(&u, &q, chunk, o + TKVI_ROWS * u.v_pad, o + TKVI_ROWS * (u.v_pad + 1), o);
+    sums = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_part(&u, &q, chunk, &sums);
 }
 
 /* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
 static void tkvi_run_unit(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    float m[TKVI_ROWS], l[TKVI_ROWS], m_here[TKVI_ROWS], l_here[TKVI_ROWS];
-    TKVI_ALIGNED float o[TKVI_ROWS * TKV_MAX_HEAD_DIM], o_here[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
+    tkvi_sums sums, part;
     tkvi_unit u;
     int chunk, r;
     tkvi_find_unit(w->call, index, &u);
     tkvi_load_queries(&u, &q);
-    memset(l, 0, sizeof l);
+    sums = tkvi_sums_in(all, u.v_pad);
+    part = tkvi_sums_in(here, u.v_pad);
+    memset(all, 0, (size_t)TKVI_SUMS_FLOATS(u.v_pad) * sizeof(float));
     for (chunk = 0; chunk < u.n_chunks; chunk++) {
-        const float *o2 = o_here, *m2 = m_here, *l2 = l_here;
-        if (w->parts) {
-            o2 = tkvi_part_at(w, &u, index, chunk);
-            m2 = o2 + TKVI_ROWS * u.v_pad;
-            l2 = m2 + TKVI_ROWS;
-        } else {
-            tkvi_part(&u, &q, chunk, m_here, l_here, o_here);
-        }
-        for (r = 0; r < u.rows; r++)
-            tkvi_merge_row(&m[r], &l[r], o + r * u.v_pad, m2[r], l2[r], o2 + r * u.v_pad, u.v_pad);
+        if (w->parts) part = tkvi_part_at(w, &u, index, chunk);
+        else tkvi_part(&u, &q, chunk, &part);
+        for (r = 0; r < u.rows; r++) tkvi_merge_row(&u, r, &sums, &part);
     }
-    tkvi_finish(&u, &q, m, l, o);
+    if (w->call->listen) tkvi_listen(&u, &q, &sums);
+    if (w->call->metric) tkvi_listen_queries(&u, &q);
+    if (w->call->meter) {
+        part = tkvi_sums_in(here, u.v_pad);
+        tkvi_measure(&u, &q, &sums, &part);
+    }
+    tkvi_finish(&u, &q, &sums);
 }
 
 /* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */

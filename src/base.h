@@ -60,6 +60,22 @@ static float tkvi_f32(float x) {
 #endif
 }
 
+/* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
+static double tkvi_f64(double x) {
+#if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
+    return x;
+#else
+    volatile double v = x;
+    return v;
+#endif
+}
+
+/* Not inlined: no compiler fuses these products into a sum. */
+static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
+}
+
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
 static int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 

@@ -1,6 +1,6 @@
 /*
  * cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
- * memory, how it ends. May call pool and below.
+ * memory, how it ends. May call pool, meter and below.
  *
  * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
  * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
@@ -9,6 +9,7 @@
 #ifndef TKVI_CACHE_H
 #define TKVI_CACHE_H
 
+#include "meter.h"
 #include "pool.h"
 
 /* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
@@ -32,6 +33,19 @@ typedef struct tkvi_seq {
 #define TKVI_MAX_CHUNKS 16 /* of a key range, per KV head */
 #define TKVI_MAX_PARTS 128 /* chunks in flight */
 
+/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
+ * keys this far back count as far. */
+#define TKVI_LEARN 512
+#define TKVI_LEARN_WELL 2048
+#define TKVI_FAR 128
+#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+
+/* How far a layer whose encoder wants to know the queries has listened (metric.h). */
+typedef struct tkvi_ears {
+    int tokens; /* appended since it listens; -1: it does not */
+    int used;   /* that many when the factors were made last; 0: never */
+} tkvi_ears;
+
 struct tkv_cache {
     tkvi_tables tables;
     const tkvi_kernels *kernels;
@@ -45,12 +59,47 @@ struct tkv_cache {
     float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
-    size_t fixed_bytes, table_bytes, scratch_bytes; /* of the fixed piece */
+    /* what attention learns (learn.h); NULL where no format asks for it */
+    int *seen;      /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked; /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far;   /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;   /* somebody is adding */
+    /* the same for SQUAT formats (metric.h) */
+    tkvi_ears *ears; /* [n_layers] */
+    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t
+        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
+    float *solve;      /* [packed] work space */
+    tkvi_meter *meter; /* NULL: none (meter.h) */
+    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+}
+
+static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+}
+
+static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+    return kv->far + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+}
+
+static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t dim = (size_t)cfg->head_dim;
+    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+}
+
+/* NULL where nobody wants it. */
+static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    if (!kv->feedback) return NULL;
+    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -76,6 +125,28 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
+/* The newest blocks whose values are known well: exact or warm, no sinks. Calls visit for each; returns how
+ * many. */
+#define TKVI_LEARN_BLOCKS 16
+
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+
+static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, i, found = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = list->n - 1; i >= list->sinks + list->archive && found < TKVI_LEARN_BLOCKS; i--) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+                  tkvi_block_end(kv, list, ids, i) - b->start);
+            found++;
+        }
+    }
+    return found;
+}
+
 /* >>errors of mutating calls: status and sentence */
 static tkv_status tkvi_ok(tkv_cache *kv) {
     kv->error[0] = 0;
@@ -94,9 +165,38 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* >>statistics: a piece that is there while a layer listens */
+static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
+                         sizeof(int64_t));
+}
+
+static size_t tkvi_heard_bytes(const tkv_config *cfg) {
+    return tkvi_asked_bytes(cfg) +
+           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+}
+
+/* 0: no memory, nothing has changed. */
+static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+    if (!kv->tables.any_shared || kv->asked) return 1;
+    kv->asked = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->asked) return 0;
+    memset(kv->asked, 0, bytes);
+    kv->far = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    return 1;
+}
+
+static void tkvi_heard_put(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+    kv->asked = kv->far = NULL;
+}
+
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    size_t cache, tables, seqs, lists, counts, recode, parts; /* each rounded up to 64 */
+    /* each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t solve, recode, parts, shadow;
     size_t total;
 } tkvi_sizes;
 
@@ -114,11 +214,30 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (v_pad + 2)) * sizeof(float));
-    s->total = s->cache;
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (2 * v_pad + 3)) * sizeof(float));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_squat) {
+        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
+        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
+        s->metric = tkvi_align_up(s->metric);
+        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback = tkvi_align_up(s->feedback);
+        s->solve = tkvi_align_up(packed * sizeof(float));
+    }
+    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
+    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
            tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+}
+
+/* What tkv_memory counts as tables. */
+static size_t tkvi_table_bytes(const tkvi_sizes *s) {
+    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
 }
 
 /* Builds an empty cache in one fixed piece from the heap. */
@@ -134,7 +253,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.recode - s.parts);
+    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
     kv = (tkv_cache *)(void *)at;
     at += s.cache;
     tkvi_tables_build(&kv->tables, h, at);
@@ -149,13 +268,33 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.promised = kv->pool.live + classes;
     kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
     at += s.counts;
+    if (s.seen) {
+        kv->seen = (int *)(void *)at;
+        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+    }
+    at += s.seen;
+    if (h->any_squat) {
+        kv->ears = (tkvi_ears *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.ears);
+        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
+        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+    }
+    at += s.ears + s.metric + s.feedback;
+    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
+    at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
     at += s.recode;
     kv->parts = s.parts ? (float *)(void *)at : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
-    kv->table_bytes = s.tables;
-    kv->scratch_bytes = s.recode + s.parts;
+    kv->table_bytes = tkvi_table_bytes(&s);
+    kv->scratch_bytes = s.solve + s.recode + s.parts;
+    kv->shadow_bytes = s.shadow;
+    if (!tkvi_heard_get(kv, &heap)) {
+        tkvi_put(&heap, kv, s.total);
+        return TKV_ERR_NOMEM;
+    }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.tables = &kv->tables;
@@ -194,23 +333,20 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < kv->tables.cfg.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+    for (s = 0; s < TKVI_VERSIONS; s++)
+        tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
+    tkvi_heard_put(kv);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
 /* >>block lists of a sequence: room for `want` blocks per layer */
-static uint32_t tkvi_list_cap(uint32_t had, uint32_t want) {
-    uint32_t cap = had ? had : 16;
-    while (cap < want) cap *= 2;
-    return cap;
-}
-
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_list_cap(s->cap, (uint32_t)want), *bigger;
+    uint32_t cap = tkvi_cap_for(want), *bigger;
     size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
     size_t l;
-    if (cap == s->cap) return 1;
+    if (cap <= s->cap) return 1;
     if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
     bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
@@ -221,6 +357,27 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     s->block = bigger;
     s->cap = cap;
     return 1;
+}
+
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
 }
 
 /* >>in place: everything at its largest, at once */
@@ -241,12 +398,6 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     }
 }
 
-static uint32_t tkvi_cap_for(int64_t n) {
-    uint32_t cap = 16;
-    while ((int64_t)cap < n) cap *= 2;
-    return cap;
-}
-
 typedef struct tkvi_most {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
@@ -254,12 +405,13 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    int64_t live[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
     memset(m, 0, sizeof *m);
     memset(live, 0, sizeof live);
+    memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
@@ -267,10 +419,15 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         if (p.stored != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
         if (p.sink) live[h->class_of[p.sink_coding]]++;
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) live[h->class_of[p.coding[tier]]] += most[tier];
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+            live[h->class_of[p.key[tier]]] += most[tier];
+            /* blocks that wait for a table: of all sequences together */
+            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+                wait[h->class_of[p.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+        }
     }
     for (c = 0; c < h->n_classes; c++) {
-        live[c] *= h->cfg.max_seqs;
+        live[c] = live[c] * h->cfg.max_seqs + wait[c];
         blocks += live[c];
         m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
     }
@@ -282,6 +439,8 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->block_cap * sizeof(tkvi_block)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
@@ -329,6 +488,8 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
     /* None of these can fail: tkvi_most_of added up the same pieces. */
+    for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
+        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < h.cfg.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;

@@ -10,10 +10,11 @@
  *
  * WHAT IT IS
  *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
- *   old enough they are coded together, in 4 bits at first, in 2 later. Queries read all tiers through one
+ *   old enough they are coded together, in 4 bits at first, in 3 or 2 later. Queries read all tiers through one
  *   softmax, multiplying the packed codes; nothing is ever decoded into memory.
  * WHAT IT IS NOT
- *   No model, tokenizer, sampling or RoPE (keys arrive rotated). No threads of its own, no files, no network.
+ *   No model, tokenizer, sampling or RoPE (keys arrive rotated; KVQUANT formats undo it). No threads of its own,
+ *   no files, no network.
  *
  * EXAMPLE
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
@@ -43,7 +44,7 @@
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
- *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 2 bits
+ *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2
  *   plan       formats and lengths of the tiers, per layer if wanted
  *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
@@ -54,7 +55,10 @@
  *
  * BYTES (drawn in full at the parts that define them: tile.h, format_exact.h, format_kivi.h)
  *   exact      [token][channel] little-endian, channels padded to 16
- *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32
+ *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32;
+ *              A and R: scales of one byte, channels in an order that the cache learned (format_a.h, format_r.h)
+ *              INT, FP, SUBSPACE: [token][channel] codes, then scales (format_token.h, format_subspace.h)
+ *              KVQUANT: [token][channel] codes, then slots for outliers (format_kvquant.h)
  *   tkv_encode gives these bytes for one head's block; they are the same on every machine and instruction set
  *   (default floating-point flags), and decode to the same floats under any flags.
  *

@@ -36,8 +36,10 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
         for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
         memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *dst) {  \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
+                                  size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
+        (void)help;                                                                                          \
         memset(dst, 0, s->bytes);                                                                            \
         for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
     }                                                                                                        \

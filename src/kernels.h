@@ -16,6 +16,8 @@
  *
  * `ref` is any key; scores are q.(k - ref), the same for softmax, and large biases that all keys share
  * (Qwen2's reach 900) then cost no precision. The caller adds q.ref where the absolute logit matters.
+ *
+ * q and ref come in the order of the codes and, for rotated formats, rotated; out of rotated values is rotated.
  */
 #ifndef TKVI_KERNELS_H
 #define TKVI_KERNELS_H
@@ -42,7 +44,7 @@ typedef struct tkvi_kernels {
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    tkvi_halves halves;
+    const tkvi_helpers *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float max, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
@@ -118,14 +120,13 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, g, r, t, i, c;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, tkvi_halves_scalar, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
             tkvi_tile_at at = tkvi_tiles(&s->runs);
-            for (c = 0; c < s->pad; c++)
-                folded[c] = q[r * s->pad + tkvi_channel(s, c)] * scale[g * s->pad + c];
+            for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_weights(folded, s->pad, top, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -135,14 +136,17 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                     tkvi_unpack_tile(src, &at, width, tile);
                     tkvi_next_tile(&at, width);
                     for (c = 0; c < 4; c++) {
-                        int m = g * s->pad + position + c, channel = tkvi_channel(s, position + c);
-                        rest += q[r * s->pad + channel] * ((zero[m] - ref[channel]) + centre * scale[m]);
+                        int m = g * s->pad + position + c;
+                        rest += q[r * s->pad + position + c] *
+                                ((zero[m] - ref[position + c]) + centre * scale[m]);
                         middle += centre * (float)w[position + c];
                         for (t = 0; t < n; t++)
                             sum[t] += w[position + c] *
                                       (s->levels ? s->levels[tile[4 * t + c] & 15] : tile[4 * t + c]);
                     }
                 }
+            for (; position < s->pad; position++) /* channels without codes */
+                rest += q[r * s->pad + position] * (zero[g * s->pad + position] - ref[position]);
             for (t = g * s->group; t < tkvi_min((g + 1) * s->group, TKVI_BLOCK); t++)
                 scores[r * TKVI_BLOCK + t] = step * ((float)sum[t] - middle) + rest;
         }
@@ -151,23 +155,23 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, number = 0;
+    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
-    s->format->side[TKV_V].meta(s, src, tkvi_halves_scalar, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, number++) { /* one slab of 16 channels */
+        for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
             uint8_t tile[4][TKVI_TILE_CODES];
-            const float *sc = scale + number * 16 / s->group * TKVI_BLOCK,
-                        *z = zero + number * 16 / s->group * TKVI_BLOCK;
+            const float *sc = scale + slab / s->group * TKVI_BLOCK, *z = zero + slab / s->group * TKVI_BLOCK;
             float centre = tkvi_centre(s, width);
+            int channels = tkvi_slab_channels(s, width);
             for (c = 0; c < 4; c++) {
                 tkvi_unpack_tile(src, &at, width, tile[c]);
                 tkvi_next_tile(&at, width);
             }
             for (r = 0; r < rows; r++) {
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
-                int w[TKVI_BLOCK], sum[16];
+                int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
                 step = tkvi_round_weights(folded, TKVI_BLOCK, top, w);
                 memset(sum, 0, sizeof sum);
@@ -175,13 +179,74 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
                     rest += p[r * TKVI_BLOCK + t] * (z[t] + centre * sc[t]);
                     middle += centre * (float)w[t];
-                    for (c = 0; c < 16; c++)
-                        sum[c] += w[t] * (s->levels ? s->levels[codes[4 * c] & 15] : codes[4 * c]);
+                    for (c = 0; c < channels; c++) {
+                        int code = codes[4 * (c % 16)];
+                        sum[c] +=
+                            w[t] *
+                            (s->levels ? s->levels[tkvi_level_table(s, width, c / 16) + (code & 15)] : code);
+                    }
                 }
-                for (c = 0; c < 16; c++)
-                    out[r * s->pad + 16 * number + c] += step * ((float)sum[c] - middle) + rest;
+                for (c = 0; c < channels; c++)
+                    out[r * s->pad + slab + c] += step * ((float)sum[c] - middle) + rest;
             }
+            slab += channels;
         }
+}
+
+/* >>decoded: any format, by its decode alone. All instruction sets have this one. */
+#define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
+
+/* n is a multiple of 16: vectors also at -O2. */
+static float tkvi_float_dot(const float *a, const float *b, int n) {
+    float sum[16] = {0.0f}, all = 0.0f;
+    int i, k;
+    for (i = 0; i < n; i += 16)
+        for (k = 0; k < 16; k++) sum[k] += a[i + k] * b[i + k];
+    for (k = 0; k < 16; k++) all += sum[k];
+    return all;
+}
+
+static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                           const float *ref, int rows, int n, int planes, float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int from, t, c, r;
+    (void)next;
+    (void)planes;
+    memset(x, 0, sizeof x);
+    memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
+        for (t = 0; t < count; t++) {
+            float *k = x + t * s->pad;
+            for (c = 0; c < s->dim; c++) k[c] -= ref[c];
+            for (r = 0; r < rows; r++)
+                scores[r * TKVI_BLOCK + from + t] = tkvi_float_dot(q + r * s->pad, k, s->pad);
+        }
+    }
+}
+
+static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                           int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int from, t, c, k, r;
+    (void)next;
+    (void)planes;
+    memset(x, 0, sizeof x);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
+        for (r = 0; r < rows; r++)
+            for (c = 0; c < s->pad; c += 16) {
+                float sum[16], *o = out + r * s->pad + c;
+                for (k = 0; k < 16; k++) sum[k] = o[k];
+                for (t = 0; t < count; t++) {
+                    float w = p[r * TKVI_BLOCK + from + t];
+                    for (k = 0; k < 16; k++) sum[k] += w * x[t * s->pad + c + k];
+                }
+                for (k = 0; k < 16; k++) o[k] = sum[k];
+            }
+    }
 }
 
 static float tkvi_exp64_scalar(const float *s, float max, float *p) {
@@ -205,9 +270,9 @@ static float tkvi_max64_scalar(const float *s) {
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
-    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar},
-    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar},
-    tkvi_halves_scalar,
+    {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
+    {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
+    &tkvi_helpers_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
 };

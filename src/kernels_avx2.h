@@ -63,6 +63,653 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 
+/* n is a multiple of 4 here: four lanes. */
+TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
+    int32_t x;
+    memcpy(&x, src, 4);
+    return _mm_cvtsi32_si128(x);
+}
+
+/* Eight of tkvi_log_value. */
+TKVI_FLAT_AVX2 __m256 tkvi_8logs_avx2(__m128i bytes, int top) {
+    const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
+    const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
+    __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
+    __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
+    /* a table of 16: two of eight, and bit 3 chooses */
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa)), x);
+    __m256i high = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_bytes16_avx2(mantissa + 16)), x);
+    x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
+                                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
+    bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_logs_avx2(const uint8_t *src, int n, int top, float *dst) {
+    int i;
+    for (i = 0; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(dst + i,
+                         tkvi_8logs_avx2(_mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
+    if (i + 4 <= n) {
+        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(tkvi_8logs_avx2(tkvi_4bytes_avx2(src + i), top)));
+        i += 4;
+    }
+    tkvi_logs_scalar(src + i, n - i, top, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_zeros_avx2(const uint8_t *offset, const float *scale, const float *mean,
+                                             float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + 4 <= n; i += 4) {
+        __m128i by = _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_4bytes_avx2(offset + i)), _mm_set1_epi32(middle));
+        __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
+        _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
+    }
+    tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_log_codes_avx2(const float *x, int n, int top, uint8_t *dst) {
+    int i, k;
+    for (i = 0; i + 8 <= n; i += 8) {
+        __m256 v = _mm256_loadu_ps(x + i);
+        __m256i bits = _mm256_castps_si256(v), mantissa = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff));
+        __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
+        __m128i low;
+        code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
+        for (k = 0; k < 16; k++) /* a step for each border that is not above */
+            code = _mm256_sub_epi32(
+                code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
+        code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
+        code = _mm256_and_si256(code, _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)));
+        low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+        _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
+    }
+    tkvi_log_codes_scalar(x + i, n - i, top, dst + i);
+}
+
+/* >>encoding: the same integers as the scalar code, and floats in the same order: the same bytes. AVX-512 has
+ * longer vectors for the two steps that take the time, columns and tokens, and shares the others. */
+TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+
+/* Codes of four planes, cut to `bits`, side by side in bytes. */
+TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = _mm256_or_si256(
+            x, _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(code[p], shift), mask), bits * p));
+    return x;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile_at *at, int width,
+                                                 const uint8_t *code) {
+    uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
+    int j, p, upper = at->half % 2;
+    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* half of each plane */
+        __m256i c[4], x;
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_bytes_avx2(code + 64 * p + j);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_save_avx2(wide + 64 * p, c[p]);
+        } else if (width >= 4) {
+            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 4, 2));
+            tkvi_save_avx2(wide + 64, tkvi_planes_avx2(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_save_avx2(wide + 128, tkvi_planes_avx2(c, 4, 2, 4));
+        } else if (width >= 2) {
+            tkvi_save_avx2(wide, tkvi_planes_avx2(c, 0, 2, 4));
+        }
+        if (!tkvi_has_half[width]) continue;
+        x = width == 5   ? tkvi_planes_avx2(c, 4, 1, 4)
+            : width == 3 ? tkvi_planes_avx2(c, 2, 1, 4)
+                         : tkvi_planes_avx2(c, 0, 1, 4);
+        if (upper)
+            x = _mm256_or_si256(_mm256_slli_epi16(x, 4), tkvi_bytes_avx2(half)); /* cleared, or the lower */
+        tkvi_save_avx2(half, x);
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_weave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
+                                             uint8_t *tile) {
+    int j;
+    for (j = 0; j < TKVI_BLOCK; j += 16) {
+        __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
+        __m128i c = tkvi_bytes16_avx2(column[channel[2]] + j), d = tkvi_bytes16_avx2(column[channel[3]] + j);
+        __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
+                *to = (__m128i *)(void *)(tile + 4 * j);
+        _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
+        _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(ab, cd));
+        ab = _mm_unpackhi_epi8(a, b);
+        cd = _mm_unpackhi_epi8(c, d);
+        _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(ab, cd));
+        _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(ab, cd));
+    }
+}
+
+/* Columns from rows: four[q][l] has four tokens of column l. 8 x 8 of them at a time. */
+static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_t (*four)[TKVI_LANES]) {
+    int part, i;
+    for (part = 0; part < 4; part++) {
+        int l = part % 2 * 8, q = part / 2 * 8;
+        __m256i a[8], b[8];
+        TKVI_UNROLL
+        for (i = 0; i < 8; i++) a[i] = tkvi_ints_avx2(four[q + i] + l);
+        TKVI_UNROLL
+        for (i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 8; i += 4) { /* a[i + k]: columns k and k + 4, rows i .. i + 3 */
+            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) {
+            tkvi_save_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            tkvi_save_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+        }
+    }
+}
+
+/* The covariance of fit.h, four at a time: integers below 2^53, exact as doubles. */
+TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
+    __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
+    return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
+    const __m256d n = _mm256_set1_pd((double)c->n), n2 = _mm256_set1_pd((double)(2 * c->n));
+    const __m128 none = _mm_setzero_ps();
+    const __m128i one = _mm_set1_epi32(1), count = _mm_set1_epi32(c->n);
+    TKVI_ALIGNED float scale[TKVI_LANES], unit[TKVI_LANES];
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
+    c->far = 0;
+    for (l = 0; l < TKVI_LANES; l += 4) {
+        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_4ints_avx2(c->sum_uu + l));
+        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_4ints_avx2(c->sum_cc + l));
+        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_4ints_avx2(c->sum_cu + l));
+        __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
+                                 _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
+        x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
+        x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
+        _mm_storeu_ps(scale + l, x);
+    }
+    tkvi_log_codes_avx2(scale, TKVI_LANES, top, c->log);
+    tkvi_logs_avx2(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l += 4) {
+        __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
+        __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
+        __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
+        __m128 by = _mm_loadu_ps(scale + l);
+        __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
+        __m256d mean, v, some = _mm256_cmp_pd(_mm256_cvtps_pd(by), _mm256_setzero_pd(), _CMP_GT_OQ);
+        int32_t four, far;
+        mean_u = _mm_div_ps(mean_u, _mm_set1_ps((float)(2 * c->n)));
+        mean = _mm256_mul_pd(_mm256_cvtps_pd(_mm_loadu_ps(c->step + l)), _mm256_cvtps_pd(mean_u));
+        mean = _mm256_add_pd(mean, _mm256_cvtps_pd(_mm_loadu_ps(c->low + l)));
+        _mm_storeu_ps(c->middle + l, _mm256_cvtpd_ps(mean));
+        far =
+            _mm256_movemask_pd(_mm256_andnot_pd(some, _mm256_cmp_pd(mean, _mm256_setzero_pd(), _CMP_NEQ_UQ)));
+        k = _mm_sub_epi32(_mm_add_epi32(k, k), _mm_mullo_epi32(count, tops));
+        v = _mm256_div_pd(_mm256_cvtepi32_pd(k), n2);
+        v = _mm256_mul_pd(_mm256_sub_pd(_mm256_div_pd(mean, _mm256_cvtps_pd(by)), v),
+                          _mm256_cvtps_pd(_mm_loadu_ps(unit + l)));
+        v = _mm256_min_pd(_mm256_max_pd(v, _mm256_set1_pd(-128.0)), _mm256_set1_pd(128.0));
+        v = _mm256_add_pd(_mm256_and_pd(v, some), _mm256_set1_pd(1000.5));
+        k = _mm_sub_epi32(_mm256_cvttpd_epi32(v), _mm_set1_epi32(1000));
+        far |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
+        far &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
+        c->far |= (uint32_t)far << l;
+        four = _mm_cvtsi128_si32(_mm_shuffle_epi8(k, _mm_set1_epi32(0x0c080400)));
+        memcpy(c->offset + l, &four, 4);
+    }
+}
+
+/* Columns: a lane of 32 bits each, two tokens in it; eight of the 16 at a time. */
+typedef struct tkvi_range_avx2 {
+    __m256i cut, by, top; /* in both halves of a lane */
+} tkvi_range_avx2;
+
+TKVI_FLAT_AVX2 __m256i tkvi_twice_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+
+TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
+    const tkvi_a_range *r = &tkvi_a_ranges[k];
+    const __m256i one = _mm256_set1_epi32(1);
+    tkvi_range_avx2 range;
+    range.cut = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->cut), width));
+    range.by = tkvi_twice_avx2(_mm256_permutevar8x32_epi32(tkvi_ints_avx2(r->by), width));
+    range.top = tkvi_twice_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
+    return range;
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_cut_avx2(__m256i u, const tkvi_range_avx2 *r) { /* tkvi_cut_code */
+    __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
+    return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
+}
+
+TKVI_FLAT_AVX2 void tkvi_save_ints_avx2(int32_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is */
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
+}
+
+/* The first n (any number) of 8 lanes. */
+TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
+TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
+    const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
+    const __m256 mean = _mm256_loadu_ps(c->mean + l);
+    const __m256i lanes = tkvi_lanes_avx2(c->lanes - l);
+    __m256 low = highest, high = lowest, step, inverse, some;
+    __m256i sum = _mm256_setzero_si256(), squares = sum;
+    TKVI_ALIGNED float residual[TKVI_BLOCK][8];
+    int t;
+    for (t = 0; t < c->n; t++) {
+        __m256 x = _mm256_sub_ps(_mm256_maskload_ps(c->x + (size_t)t * c->stride + l, lanes), mean);
+        _mm256_storeu_ps(residual[t], x);
+        low = _mm256_min_ps(x, low);
+        high = _mm256_max_ps(x, high);
+    }
+    some = _mm256_or_ps(_mm256_cmp_ps(low, lowest, _CMP_LT_OQ), _mm256_cmp_ps(high, highest, _CMP_GT_OQ));
+    if (_mm256_movemask_ps(some)) return 0;
+    for (; t < TKVI_BLOCK; t++) _mm256_storeu_ps(residual[t], low); /* u = 0 */
+    step = _mm256_mul_ps(_mm256_sub_ps(high, low), _mm256_set1_ps(1.0f / TKVI_STEPS));
+    some = _mm256_cmp_ps(step, _mm256_set1_ps(1e-36f), _CMP_GT_OQ);
+    inverse = _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), step), some);
+    _mm256_storeu_ps(c->low + l, low);
+    _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
+        __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
+        __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
+        u = _mm256_min_epi16(u, _mm256_set1_epi16(TKVI_STEPS - 1));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(u, _mm256_set1_epi16(1)));
+        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
+        _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
+    }
+    tkvi_save_ints_avx2(c->sum_u + l, sum);
+    tkvi_save_ints_avx2(c->sum_uu + l, squares);
+    return 1;
+}
+
+TKVI_FLAT_AVX2 void tkvi_search_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
+    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_ints_avx2(c->sum_u + l);
+    const __m256i width =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
+    __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
+    __m256 most = _mm256_set1_ps(-1.0f);
+    tkvi_range_avx2 best = tkvi_range_of_avx2(0, width);
+    int t, k;
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const tkvi_range_avx2 range = tkvi_range_of_avx2(k, width);
+        __m256i sum = _mm256_setzero_si256(), squares = sum, products = sum, a, b;
+        __m256 cov, var, score, better;
+        for (t = 0; t < TKVI_BLOCK / 2; t++) {
+            __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
+            __m256i v = tkvi_cut_avx2(u, &range);
+            sum = _mm256_add_epi16(sum, v);
+            squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
+            products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
+        }
+        sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        a = _mm256_sub_epi32(_mm256_mullo_epi32(n, products), _mm256_mullo_epi32(sum, sum_u));
+        b = _mm256_sub_epi32(_mm256_mullo_epi32(n, squares), _mm256_mullo_epi32(sum, sum));
+        cov = _mm256_cvtepi32_ps(a);
+        var = _mm256_cvtepi32_ps(b);
+        score = _mm256_mul_ps(_mm256_div_ps(cov, var), cov);
+        score = _mm256_and_ps(score, _mm256_cmp_ps(var, _mm256_setzero_ps(), _CMP_GT_OQ));
+        better = _mm256_cmp_ps(score, most, _CMP_GT_OQ);
+        most = _mm256_blendv_ps(most, score, better);
+        best.cut = tkvi_select_avx2(best.cut, range.cut, better);
+        best.by = tkvi_select_avx2(best.by, range.by, better);
+        sum_c = tkvi_select_avx2(sum_c, sum, better);
+        sum_cc = tkvi_select_avx2(sum_cc, squares, better);
+        sum_cu = tkvi_select_avx2(sum_cu, products, better);
+    }
+    tkvi_save_ints_avx2(c->sum_c + l, sum_c);
+    tkvi_save_ints_avx2(c->sum_cc + l, sum_cc);
+    tkvi_save_ints_avx2(c->sum_cu + l, sum_cu);
+    for (t = 0; t < TKVI_BLOCK / 4; t++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
+        __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
+        b = _mm256_slli_epi32(tkvi_cut_avx2(b, &best), 8);
+        tkvi_save_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_avx2(a, &best), b));
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
+    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
+    int l;
+    for (l = 0; l < TKVI_LANES; l += 8) {
+        if (!tkvi_integers_avx2(c, l)) {
+            tkvi_columns_scalar(c);
+            return;
+        }
+        tkvi_search_avx2(c, l, four);
+    }
+    tkvi_stand_avx2(c->code, four);
+}
+
+/* Tokens: a lane of 32 bits for a channel, turned in registers. */
+TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
+    __m256 sum = _mm256_add_ps(*a, *b);
+    *b = _mm256_sub_ps(*a, *b);
+    *a = sum;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m256 *a = v + i / h * h + i;
+        tkvi_butterfly_avx2(a, a + h);
+    }
+}
+
+/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+
+/* Cut to what formats hold, and the sign changed where `flip` has one. */
+TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
+    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
+    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
+}
+
+/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
+ * is the last of a window times `by`, returning its largest sizes. */
+TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                      const int last) {
+    __m256 v[8], most = _mm256_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
+        v[i] = tkvi_within_avx2(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx2(v, 1, n);
+    if (n > 2) tkvi_stage_avx2(v, 2, n);
+    if (n > 4) tkvi_stage_avx2(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
+            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
+        }
+        _mm256_storeu_ps(y + 8 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
+    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
+                                                           float by, int end) {                              \
+        __m256 most = _mm256_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 8 * n)                                                                     \
+            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX2_(1, 1, 1)
+TKVI_CHUNK_AVX2_(2, 2, 1)
+TKVI_CHUNK_AVX2_(4, 4, 1)
+TKVI_CHUNK_AVX2_(8, 8, 1)
+TKVI_CHUNK_AVX2_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX2_
+
+/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
+    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
+    int i;
+    for (i = 0; i < h; i += 8) {
+        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
+        tkvi_butterfly_avx2(&a, &b);
+        a = _mm256_mul_ps(a, scale);
+        b = _mm256_mul_ps(b, scale);
+        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
+        _mm256_storeu_ps(x + i, a);
+        _mm256_storeu_ps(x + h + i, b);
+    }
+    return most;
+}
+
+/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+static TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n;
+    __m256 most = _mm256_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    default: break;
+    }
+    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    for (i = 0; i < n; i += 128)
+        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
+    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
+}
+
+/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
+static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    int c;
+    for (c = 0; c < n; c += 8) {
+        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
+        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
+        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
+    }
+}
+
+/* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
+TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                    float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    __m256 most;
+    int c;
+    for (c = n; c < end; c += 8) /* what is not in the first window */
+        _mm256_storeu_ps(y + c,
+                         tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lanes_avx2(s->dim - c)), flip + c));
+    most = tkvi_window_avx2(x, flip, y, log2n);
+    if (n == s->dim) return tkvi_most_avx2(most);
+    most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += 8) /* some of them twice */
+        most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
+    return tkvi_most_avx2(most);
+}
+
+TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
+/* A token as integers, 8 channels and the 8 that are 16 further packed as _mm256_packs_epi32 does it. Returns
+ * the sum of squares. */
+TKVI_FLAT_AVX2 int32_t tkvi_whole_avx2(const float *y, float by, int end, int16_t *u) {
+    const __m256 inverse = _mm256_set1_ps(by);
+    const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
+    __m256i squares = _mm256_setzero_si256();
+    int c;
+    for (c = 0; c < end; c += c % 32 ? 24 : 8, u += 16) {
+        __m256i a = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c), inverse));
+        __m256i b = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c + 16), inverse));
+        a = _mm256_max_epi16(_mm256_min_epi16(_mm256_packs_epi32(a, b), most), least);
+        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(a, a));
+        _mm256_storeu_si256((__m256i *)(void *)u, a);
+    }
+    return tkvi_sum_ints_avx2(squares);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
+    return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
+}
+
+/* The two halves of what was packed. */
+TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
+    return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
+    return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
+}
+
+/* Two vectors of small integers as one of pairs. */
+TKVI_FLAT_AVX2 __m256i tkvi_both_avx2(__m256i a, __m256i b) {
+    return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+}
+
+/* Codes of a uniform grid for 8 + 8 channels, packed like u; adds <u, level>. */
+TKVI_FLAT_AVX2 __m256i tkvi_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
+    const __m256i tops = _mm256_set1_epi16((short)top);
+    const __m256 by = _mm256_set1_ps(fine);
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
+    v = _mm256_packs_epi32(tkvi_floor_avx2(tkvi_first_avx2(x), by), tkvi_floor_avx2(tkvi_second_avx2(x), by));
+    v = _mm256_add_epi16(v, _mm256_set1_epi16((short)((top + 1) / 2)));
+    v = _mm256_max_epi16(_mm256_min_epi16(v, tops), _mm256_setzero_si256());
+    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(x, _mm256_sub_epi16(_mm256_add_epi16(v, v), tops)));
+    return v;
+}
+
+/* Codes of 8 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
+ * one maximum: eight times the score, and 7 - code. */
+TKVI_FLAT_AVX2 __m256i tkvi_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
+    const __m256 by = _mm256_set1_ps(fine);
+    const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
+    const __m256i level = tkvi_both_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
+                                         _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
+    __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
+    int k;
+    x = tkvi_both_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const __m256i p = _mm256_set1_epi32((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
+        const __m256i from = _mm256_set1_epi32(-64 * (px * px + py * py) + 7 - k);
+        best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
+    }
+    code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
+    x = _mm256_madd_epi16(tkvi_both_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
+    *sum = _mm256_add_epi32(*sum, x);
+    return code;
+}
+
+/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
+ * grids and that of pairs. */
+TKVI_FLAT_AVX2 void tkvi_four_avx2(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
+                                   int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
+    __m256i grid[4], pair[4], v[4];
+    int c, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
+    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* c: of u; half a slab of pairs */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
+        tkvi_save_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
+    }
+    for (; c < tkvi_round_up(s->dim, 32);
+         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* halves of two */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
+        tkvi_save_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
+        if (c / 32 * 32 + 16 < s->pad) tkvi_save_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
+    }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+        sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
+}
+
+/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
+ * vector is then one token of many. */
+static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                              tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
+    const __m256 whole = _mm256_set1_ps((float)TKVI_R_MOST), dim = _mm256_set1_ps((float)s->dim);
+    const __m256 grid = _mm256_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
+    const int log2n = tkvi_log2_floor(s->dim);
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    int first, t;
+    if (s->dim < 8) {
+        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        memset(most, 0, sizeof most);
+        memset(squares, 0, sizeof squares);
+        memset(sum, 0, sizeof sum);
+        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+            most[t] =
+                tkvi_turn_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
+            __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
+            _mm256_storeu_ps(by + t, _mm256_and_ps(_mm256_div_ps(whole, m), some));
+            _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
+        }
+        for (t = 0; t < fours; t++)
+            squares[t] = tkvi_whole_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256i v = _mm256_max_epi32(tkvi_ints_avx2(squares + t), _mm256_set1_epi32(1));
+            __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
+            unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
+            _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
+            _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
+        }
+        for (t = 0; t < fours; t += 4)
+            tkvi_four_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+        for (t = 0; t < TKVI_LANES; t += 8) {
+            __m256i v = tkvi_ints_avx2(squares + t);
+            __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
+            w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
+                              _mm256_cvtepi32_ps(tkvi_ints_avx2(sum + t)));
+            w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
+            _mm256_maskstore_ps(scale + first + t, tkvi_lanes_avx2(count - t), w);
+        }
+    }
+}
+
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2,    tkvi_logs_avx2,      tkvi_zeros_avx2,
+                                               tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,
+                                               tkvi_columns_avx2,   tkvi_settle_avx2,    tkvi_tokens_avx2};
+
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
     int t;
@@ -423,11 +1070,12 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
     for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
 }
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, const int nw) {
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on;
+ * `upper`: of the second channels of pairs. */
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1;
-    const int8_t *levels = d->s->levels;
+    const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
@@ -461,7 +1109,8 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int32_t *sum, c
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
     int slab;
-    for (slab = 0; slab < d->slabs; slab++) tkvi_dot_vs_avx2(d, 4 * slab, d->sum + 16 * slab, nw);
+    for (slab = 0; slab < d->slabs + d->pairs; slab++)
+        tkvi_dot_vs_avx2(d, d->pairs ? 0 : 4 * slab, d->pairs && slab, d->sum + 16 * slab, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -491,7 +1140,7 @@ static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
     }
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {tkvi_halves_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
                                            tkvi_unfold_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -508,9 +1157,9 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2},
-    tkvi_halves_avx2,
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v},
+    &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
 };

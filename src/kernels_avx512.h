@@ -46,6 +46,422 @@ static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, flo
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 
+static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+    const __m512i table = _mm512_slli_epi32(
+        _mm512_sub_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
+            _mm512_set1_epi32(1024)),
+        13);
+    const __m512i low = _mm512_set1_epi32(127 + top - 16);
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
+        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
+        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
+        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
+                                                 float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
+        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
+        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
+        _mm512_mask_storeu_ps(dst + i, m, x);
+    }
+}
+
+/* >>encoding: see kernels_avx2.h */
+/* Columns: a lane of 32 bits each, two tokens in it. */
+typedef struct tkvi_range_avx512 {
+    __m512i cut, by, top; /* in both halves of a lane */
+} tkvi_range_avx512;
+
+TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+
+TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
+    const tkvi_a_range *r = &tkvi_a_ranges[k];
+    tkvi_range_avx512 range;
+    __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
+    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.by =
+        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+    range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
+    range.top = tkvi_twice_avx512(range.top);
+    return range;
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+    __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
+    return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m512i products) {
+    return _mm512_cvtepi32_ps(
+        _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
+}
+
+/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
+TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+    const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
+    const __m512 mean = _mm512_loadu_ps(c->mean);
+    const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
+    __m512 low = highest, high = lowest, step, inverse;
+    __m512i sum = _mm512_setzero_si512(), squares = sum;
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_LANES];
+    __mmask16 some;
+    int t;
+    for (t = 0; t < c->n; t++) {
+        __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, c->x + (size_t)t * c->stride), mean);
+        _mm512_store_ps(residual[t], x);
+        low = _mm512_min_ps(x, low);
+        high = _mm512_max_ps(x, high);
+    }
+    if (_mm512_cmp_ps_mask(low, lowest, _CMP_LT_OQ) | _mm512_cmp_ps_mask(high, highest, _CMP_GT_OQ)) return 0;
+    for (; t < TKVI_BLOCK; t++) _mm512_store_ps(residual[t], low); /* u = 0 */
+    step = _mm512_mul_ps(_mm512_sub_ps(high, low), _mm512_set1_ps(1.0f / TKVI_STEPS));
+    some = _mm512_cmp_ps_mask(step, _mm512_set1_ps(1e-36f), _CMP_GT_OQ);
+    inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), step);
+    _mm512_store_ps(c->low, low);
+    _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
+        __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
+        __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
+        u = _mm512_min_epi16(u, _mm512_set1_epi16(TKVI_STEPS - 1));
+        sum = _mm512_dpwssd_epi32(sum, u, _mm512_set1_epi16(1));
+        squares = _mm512_dpwssd_epi32(squares, u, u);
+        _mm512_store_si512((void *)c->u[t], u);
+    }
+    _mm512_store_si512((void *)c->sum_u, sum);
+    _mm512_store_si512((void *)c->sum_uu, squares);
+    return 1;
+}
+
+static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+    const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
+    __m512i sum_c, sum_cc, sum_cu;
+    __m512 most = _mm512_set1_ps(-1.0f);
+    tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
+    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
+    int t, k;
+    if (!tkvi_integers_avx512(c)) {
+        tkvi_columns_scalar(c);
+        return;
+    }
+    sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const tkvi_range_avx512 range = tkvi_range_of_avx512(k, width);
+        __m512i sum = _mm512_setzero_si512(), squares = sum, products = sum;
+        __m512 cov, var, score;
+        __mmask16 better;
+        for (t = 0; t < TKVI_BLOCK / 2; t++) {
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            sum = _mm512_add_epi16(sum, v);
+            squares = _mm512_dpwssd_epi32(squares, v, v);
+            products = _mm512_dpwssd_epi32(products, v, u);
+        }
+        sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+        cov = tkvi_covariance_avx512(c->n, sum, _mm512_load_si512((const void *)c->sum_u), products);
+        var = tkvi_covariance_avx512(c->n, sum, sum, squares);
+        score = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(var, _mm512_setzero_ps(), _CMP_GT_OQ), cov, var);
+        score = _mm512_mul_ps(score, cov);
+        better = _mm512_cmp_ps_mask(score, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, better, score);
+        best.cut = _mm512_mask_mov_epi32(best.cut, better, range.cut);
+        best.by = _mm512_mask_mov_epi32(best.by, better, range.by);
+        sum_c = _mm512_mask_mov_epi32(sum_c, better, sum);
+        sum_cc = _mm512_mask_mov_epi32(sum_cc, better, squares);
+        sum_cu = _mm512_mask_mov_epi32(sum_cu, better, products);
+    }
+    _mm512_store_si512((void *)c->sum_c, sum_c);
+    _mm512_store_si512((void *)c->sum_cc, sum_cc);
+    _mm512_store_si512((void *)c->sum_cu, sum_cu);
+    for (t = 0; t < TKVI_BLOCK / 4; t++) {
+        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
+    }
+    tkvi_stand_avx2(c->code, four);
+}
+
+/* Tokens: see kernels_avx2.h. */
+TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
+    __m512 sum = _mm512_add_ps(*a, *b);
+    *b = _mm512_sub_ps(*a, *b);
+    *a = sum;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m512 *a = v + i / h * h + i;
+        tkvi_butterfly_avx512(a, a + h);
+    }
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
+    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
+                                          const int last) {
+    __m512 v[8], most = _mm512_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm512_loadu_ps(x + 16 * i);
+        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
+        v[i] = tkvi_within_avx512(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx512(v, 1, n);
+    if (n > 2) tkvi_stage_avx512(v, 2, n);
+    if (n > 4) tkvi_stage_avx512(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
+            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
+        }
+        _mm512_storeu_ps(y + 16 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
+    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
+                                                               float by, int end) {                          \
+        __m512 most = _mm512_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 16 * n)                                                                    \
+            most =                                                                                           \
+                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX512_(1, 1, 1)
+TKVI_CHUNK_AVX512_(2, 2, 1)
+TKVI_CHUNK_AVX512_(4, 4, 1)
+TKVI_CHUNK_AVX512_(8, 8, 1)
+TKVI_CHUNK_AVX512_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX512_
+
+static TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    __m512 most = _mm512_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    default: break;
+    }
+    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    for (i = 0; i < 128; i += 16) {
+        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
+        tkvi_butterfly_avx512(&a, &b);
+        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
+        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
+        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        _mm512_storeu_ps(y + i, a);
+        _mm512_storeu_ps(y + 128 + i, b);
+    }
+    return most;
+}
+
+TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                        float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    __m512 most;
+    int c;
+    for (c = n; c < end; c += 16) {
+        __mmask16 some = (__mmask16)(c + 16 <= s->dim ? 0xffff : c < s->dim ? (1 << (s->dim - c)) - 1 : 0);
+        _mm512_storeu_ps(y + c, tkvi_flip_avx512(_mm512_maskz_loadu_ps(some, x + c), flip + c));
+    }
+    most = tkvi_window_avx512(x, flip, y, log2n);
+    if (n == s->dim) return _mm512_reduce_max_ps(most);
+    most = tkvi_window_avx512(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(y + c)));
+    return _mm512_reduce_max_ps(most);
+}
+
+/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
+ * squares. */
+TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+    const __m512 inverse = _mm512_set1_ps(by);
+    const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
+    __m512i squares = _mm512_setzero_si512();
+    int c;
+    for (c = 0; c < end; c += 32) {
+        __m512i a = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c), inverse));
+        __m512i b = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c + 16), inverse));
+        a = _mm512_max_epi16(_mm512_min_epi16(_mm512_packs_epi32(a, b), most), least);
+        squares = _mm512_dpwssd_epi32(squares, a, a);
+        _mm512_store_si512((void *)(u + c), a);
+    }
+    return _mm512_reduce_add_epi32(squares);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
+    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_cvtepi32_ps(u), by),
+                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+/* The two halves of what tkvi_whole_avx512 has packed. */
+TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
+}
+
+/* Two vectors of small integers as one of pairs. */
+TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
+}
+
+/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
+TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+    const __m512i tops = _mm512_set1_epi16((short)top);
+    const __m512 by = _mm512_set1_ps(fine);
+    __m512i x = _mm512_load_si512((const void *)u), v;
+    v = _mm512_packs_epi32(tkvi_floor_avx512(tkvi_first_avx512(x), by),
+                           tkvi_floor_avx512(tkvi_second_avx512(x), by));
+    v = _mm512_add_epi16(v, _mm512_set1_epi16((short)((top + 1) / 2)));
+    v = _mm512_max_epi16(_mm512_min_epi16(v, tops), _mm512_setzero_si512());
+    *sum = _mm512_dpwssd_epi32(*sum, x, _mm512_sub_epi16(_mm512_add_epi16(v, v), tops));
+    return v;
+}
+
+/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
+ * one maximum: eight times the score, and 7 - code. */
+TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+    const __m512 by = _mm512_set1_ps(fine);
+    const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
+    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
+    __m512i best = _mm512_set1_epi32(INT32_MIN), code;
+    int k;
+    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const __m512i point = _mm512_set1_epi32((8 * px & 0xffff) | (int)((uint32_t)(8 * py) << 16));
+        const __m512i from = _mm512_set1_epi32(-64 * (px * px + py * py) + 7 - k);
+        best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
+    }
+    code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    return code;
+}
+
+/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
+ * grids and that of pairs. */
+TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
+                                       int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1;
+    __m512i grid[4], pair[4], v[4];
+    int c, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm512_setzero_si512();
+    for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
+    }
+    for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
+        if (c + 16 < s->dim)
+            _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
+    }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+        sum[r] =
+            2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
+}
+
+/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
+ * vector is then one token of many. */
+static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                  tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
+    const __m512 grid = _mm512_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
+    const int log2n = tkvi_log2_floor(s->dim);
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    int first, t;
+    if (s->dim < 16) {
+        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        __m512 m, v;
+        __mmask16 some;
+        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+            most[t] =
+                tkvi_turn_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
+        _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
+        for (t = 0; t < fours; t++)
+            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+        v = _mm512_cvtepi32_ps(
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+        v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
+        v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
+        _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
+        _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
+        for (t = 0; t < fours; t += 4)
+            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+        v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
+        v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
+        m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
+        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+    }
+}
+
+static const tkvi_helpers tkvi_helpers_avx512 = {
+    tkvi_halves_avx512, tkvi_logs_avx512,    tkvi_zeros_avx512, tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+    tkvi_weave_avx2,    tkvi_columns_avx512, tkvi_settle_avx2,  tkvi_tokens_avx512};
+
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
     __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
@@ -420,22 +836,31 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
 TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
+    const int pairs = d->pairs;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
     int32_t *sum = d->sum;
-    __m512i table = _mm512_setzero_si512(), *levels = NULL, x, y, four;
+    __m512i table = _mm512_setzero_si512(), upper = table, *levels = NULL, x, y, four;
     int half = d->half, t, h;
     TKVI_ROWS_(TKVI_ZERO_)
     if (d->s->levels) {
-        table = tkvi_levels_avx512(d->s->levels);
-        levels = &table;
+        table = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        levels = pairs ? NULL : &table;
+        if (pairs) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
         for (h = 0; h < 2; h++) {
             __m512i c[2], e[2];
             tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
-            tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
-                              levels, e);
+            if (pairs) {
+                e[0] = _mm512_shuffle_epi8(upper, c[0]);
+                e[1] = _mm512_shuffle_epi8(upper, c[1]);
+                c[0] = _mm512_shuffle_epi8(table, c[0]);
+                c[1] = _mm512_shuffle_epi8(table, c[1]);
+            } else {
+                tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
+                                  levels, e);
+            }
             tkvi_prefetch_rest(d);
             x = c[0];
             y = e[0];
@@ -485,7 +910,7 @@ static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
     }
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {tkvi_halves_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
                                              tkvi_unfold_avx512, TKVI_BIAS_AVX512};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -502,9 +927,9 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512},
-    tkvi_halves_avx512,
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512, tkvi_decoded_k},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512, tkvi_decoded_v},
+    &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
 };

@@ -110,6 +110,7 @@ typedef struct tkvi_products {
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
     int half;                   /* number of the first 1-bit half */
     int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
+    int pairs;                  /* V: the slab's lanes are pairs of channels, 16 apart */
     uintptr_t ahead;
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
@@ -122,7 +123,7 @@ typedef struct tkvi_products {
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
-    tkvi_halves halves;
+    const tkvi_helpers *helpers;
     void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*multiply)(tkvi_products *d, int weight_rows);
     /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
@@ -151,20 +152,9 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
-/* q and ref in the order of the codes; `room` for rows + 1 of them. */
-static void tkvi_order(const tkvi_side *s, const float **q, const float **ref, int rows, float *room) {
-    int r, c;
-    for (r = 0; r <= rows; r++)
-        for (c = 0; c < s->pad; c++)
-            room[r * s->pad + c] = r < rows ? (*q)[r * s->pad + s->order[c]] : (*ref)[s->order[c]];
-    *q = room;
-    *ref = room + rows * s->pad;
-}
-
 static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float ordered[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
@@ -172,9 +162,8 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     tkvi_folding a;
     tkvi_products d;
     int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
-    s->format->side[TKV_K].meta(s, src, v->halves, scale, zero);
+    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
-    if (s->order) tkvi_order(s, &q, &ref, rows, ordered);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
@@ -212,7 +201,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     tkvi_folding a;
     tkvi_products d;
     int width, i, r, g, slab = 0;
-    s->format->side[TKV_V].meta(s, src, v->halves, scale, zero);
+    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     a.x = p;
     a.ref = NULL;
@@ -226,7 +215,7 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     d.w_group = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) {
+        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes */
             if (g != 16 * slab / s->group) {
                 g = 16 * slab / s->group;
                 a.scale = scale + g * TKVI_BLOCK;
@@ -234,15 +223,17 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
                 v->fold(&a, rows, &fold);
             }
             d.width = width;
-            d.slabs = slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* two that share a group */
+            d.pairs = s->pairs && width == 3;
+            d.slabs = !d.pairs && slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* that share a group */
             d.w = w[0];
             d.sum = sum[0];
             v->multiply(&d, rows * planes);
             for (r = 0; r < rows; r++)
-                v->unfold(sum[r * planes], planes, &fold, r, 16 * d.slabs, 1, out + r * s->pad + 16 * slab);
+                v->unfold(sum[r * planes], planes, &fold, r, 16 * (d.slabs + d.pairs), 1,
+                          out + r * s->pad + 16 * slab);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
-            slab += d.slabs;
+            slab += d.slabs + d.pairs;
         }
     }
 }

@@ -16,12 +16,18 @@ typedef struct tkvi_record {
     size_t at, v_at; /* byte offset of the record in the block, of its V side in the record */
 } tkvi_record;
 
-/* A block's bytes in one pair of formats: the same for every block that names it. */
+typedef struct tkvi_bytes { /* of a block, all heads */
+    size_t codes, metadata, total;
+} tkvi_bytes;
+
+/* A block's bytes in one pair of formats: the same for every block that names it. Where heads share a layer's bytes,
+ * each layer has codings of its own, one for each version of its table; all of them have one size. */
 typedef struct tkvi_coding {
     tkv_pair pair;
+    int key;             /* of the shape: the pair and the room */
     int tokens;          /* room: 64, or the sinks */
     int size_class;      /* into classes */
-    size_t block_bytes;  /* all heads */
+    tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
 } tkvi_coding;
 
@@ -36,10 +42,20 @@ typedef struct tkvi_plan {
     int sink, hot, warm, window; /* tokens; window 0: none */
     int keep;                    /* widest window of all layers that read this one's blocks; 0: none */
     int sink_coding;
-    int coding[TKV_TIER_COUNT];
+    int key[TKV_TIER_COUNT];
+    int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
+    int shared[TKV_TIER_COUNT]; /* 1: needs a table */
+    int allocates, kvquant;     /* 1: the table has bytes that heads share (allocate.h); levels (kvquant.h) */
+    int squat;                  /* 1: a tier's encoder wants to know the queries (metric.h) */
 } tkvi_plan;
 
+/* Do blocks of this layer need a table? */
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]; }
+
+#define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
+
 /* What can be said of a config without any memory: pairs in use, sizes of blocks, classes, the page. */
+#define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_CODINGS 128
 
 typedef struct tkvi_key {
@@ -49,23 +65,53 @@ typedef struct tkvi_key {
 
 typedef struct tkvi_shape {
     tkv_config cfg; /* with defaults filled in */
-    int n_codings, n_classes;
+    int n_keys, n_classes;
+    int n_codings; /* one for each key, then those of single layers */
+    int any_shared, any_rotated, any_squat, any_kvquant;
+    int n_stored;      /* layers with blocks of their own */
+    size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
-    size_t block_bytes[TKVI_MAX_CODINGS];
+    tkvi_bytes bytes[TKVI_MAX_CODINGS];
     int class_of[TKVI_MAX_CODINGS];
     tkvi_class size_class[TKVI_MAX_CODINGS];
     size_t page_bytes;
 } tkvi_shape;
 
+/* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
+typedef struct tkvi_version {
+    uint8_t *bytes;      /* NULL: not yet */
+    tkvi_record *record; /* of all codings of this version [...][n_kv_heads] */
+    /* where heads share: */
+    tkvi_head *head;               /* [n_layers][n_kv_heads], with their arrays: */
+    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
+    float *mean;                   /* the same */
+    /* where KVQUANT formats are: */
+    tkvi_kvquant *kvquant; /* [n_layers] */
+    float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
+} tkvi_version;
+
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; `layers` is not kept */
-    int n_codings, n_classes;
+    int n_keys, n_codings, n_classes;
+    int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;     /* [n_layers] */
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
+    tkvi_version version[TKVI_VERSIONS];
+    size_t version_bytes; /* of each; 0: no layer needs tables */
+    int *split;           /* [n_kv_heads] work space; NULL where no heads share */
+    int8_t *current;      /* [n_layers] version that is coded with now; -1: none yet */
+    tkvi_rope *rope;      /* NULL where no KVQUANT format is */
+    int any_rotated;      /* a V format of these is rotated */
 } tkvi_tables;
+
+/* The coding that blocks of this layer's tier get now. */
+static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+    const tkvi_plan *p = &t->plan[layer];
+    return p->coding[tier] + (p->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+}
 
 /* >>validate */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
@@ -107,6 +153,9 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
                 return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "it must be a tkv_format");
+            if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   side ? "this format stores K only" : "this format stores V only");
             if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
                 return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
                                    "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
@@ -173,10 +222,10 @@ static int tkvi_length(int of_layer, int of_cache, int standard) {
     return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
 }
 
-static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format standard) {
+static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tkv_format v) {
     tkv_pair p;
-    p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : standard;
-    p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : standard;
+    p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : k;
+    p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : v;
     return p;
 }
 
@@ -192,9 +241,9 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) 
     p.hot = tkvi_length(c->hot_tokens, wide.hot_tokens, 64);
     p.warm = tkvi_length(c->warm_tokens, wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_NONE);
-    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16);
-    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_KIVI4);
-    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_KIVI2);
+    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
+    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
+    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
     return p;
 }
 
@@ -205,48 +254,125 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->max_seqs) cfg->max_seqs = 1;
     if (!cfg->max_append) cfg->max_append = 512;
     if (!cfg->group_size) cfg->group_size = 64;
+    if (!cfg->allocation_unit) cfg->allocation_unit = 4;
+    if (!cfg->squat_block) cfg->squat_block = 16;
+    if (!cfg->subspaces) cfg->subspaces = 4;
     if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
+    if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
+#if !defined(__GNUC__) && !defined(__clang__)
+    cfg->quality_heads = 0; /* without atomics nobody may add (meter.h) */
+#endif
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
 static int tkvi_find_key(tkvi_shape *h, tkv_pair pair, int tokens) {
     int i;
-    for (i = 0; i < h->n_codings; i++)
+    for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
-    if (h->n_codings == TKVI_MAX_CODINGS) return -1;
-    h->key[h->n_codings].pair = pair;
-    h->key[h->n_codings].tokens = tokens;
-    return h->n_codings++;
+    if (h->n_keys == TKVI_MAX_CODINGS) return -1;
+    h->key[h->n_keys].pair = pair;
+    h->key[h->n_keys].tokens = tokens;
+    return h->n_keys++;
 }
 
-static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key) {
-    tkvi_side_init(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, cfg->group_size, key.tokens);
-    tkvi_side_init(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, cfg->group_size, key.tokens);
+/* `k` and `v`: what the layer's table says, or NULL. */
+static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
+                             const tkvi_share *v) {
+    tkvi_options o;
+    o.group = cfg->group_size;
+    o.fit = cfg->fit;
+    o.rotate = cfg->rotate;
+    o.center_k = cfg->center_k;
+    o.feedback_unit = cfg->squat_block;
+    o.parts = cfg->subspaces;
+    o.kvquant = cfg->kvquant;
+    o.tabled = 1;
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, key.tokens, &o, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, key.tokens, &o, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
 
-/* The page size: the smallest from the largest slot up that wastes at most 1/16 in any class, or the least
- * wasteful of those tried (up to four of the largest slots). A class of tiny slots (the sinks) fills at
- * most 64 of them and is left out. */
-static size_t tkvi_page_size(const tkvi_class *classes, int n) {
-    size_t largest = 0, page, step, best = 0, best_waste = (size_t)-1;
+static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared; }
+
+static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+
+/* Bytes of all heads of a block. Shared ones: the layer's budget, whoever gets it. 0 if it is too much. */
+static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
+    tkvi_record r;
+    int64_t heads = cfg->n_kv_heads, k, v, meta, total;
+    tkvi_record_init(&r, cfg, key, NULL, NULL);
+    k = heads * (int64_t)r.k.code_bytes;
+    v = heads * (int64_t)r.v.code_bytes;
+    meta = heads * (int64_t)(r.k.meta_bytes + r.v.meta_bytes);
+    total = heads * (int64_t)(r.k.bytes + r.v.bytes);
+    if (tkvi_formats[key.pair.k].shared) {
+        total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->head_dim, r.k.pad);
+        k = (k + 63) / 64 * 64;
+        total += k;
+    }
+    if (tkvi_formats[key.pair.v].shared) {
+        total -= v;
+        v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
+        total += v;
+    }
+    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page is up to four of the largest blocks */
+    b->codes = (size_t)(k + v);
+    b->metadata = (size_t)meta;
+    b->total = (size_t)total;
+    return 1;
+}
+
+static int tkvi_slots_of(const tkvi_class *c, size_t page) {
+    size_t slots = page / c->slot_bytes;
+    return slots > 64 ? 64 : (int)slots;
+}
+
+/* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
+static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, size_t page) {
+    uint64_t cost = 0;
+    int i;
+    for (i = 0; i < n; i++) {
+        int slots = tkvi_slots_of(&classes[i], page);
+        cost += (uint64_t)blocks[i] * (page - (size_t)slots * classes[i].slot_bytes) / (uint64_t)slots;
+        cost += blocks[i] ? page / 2 : 0;
+    }
+    return cost;
+}
+
+/* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
+static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n) {
+    size_t largest = 0, page, best = 0;
+    uint64_t best_cost = 0;
     int i;
     for (i = 0; i < n; i++) largest = classes[i].slot_bytes > largest ? classes[i].slot_bytes : largest;
-    step = tkvi_align_up(largest / 64 + 1);
-    for (page = largest; page <= 4 * largest; page += step) {
-        size_t worst = 0;
-        for (i = 0; i < n; i++) {
-            size_t waste = (page % classes[i].slot_bytes) * 1024 / page;
-            if (classes[i].slot_bytes * 64 > page && waste > worst) worst = waste;
+    for (i = 0; i < n; i++)
+        for (page = (largest + classes[i].slot_bytes - 1) / classes[i].slot_bytes * classes[i].slot_bytes;
+             page <= 4u * largest; page += classes[i].slot_bytes) {
+            uint64_t cost = tkvi_page_cost(classes, blocks, n, page);
+            if (best == 0 || cost < best_cost || (cost == best_cost && page < best)) {
+                best = page;
+                best_cost = cost;
+            }
         }
-        if (worst <= 64) return page;
-        if (worst < best_waste) {
-            best_waste = worst;
-            best = page;
-        }
-    }
     return best;
+}
+
+/* Adds the blocks, by key, that a layer has of one sequence of usual length: pages are cut for it. */
+static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *blocks) {
+    int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
+    int64_t most[TKV_TIER_COUNT];
+    int tier;
+    most[TKV_HOT] = p->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_WARM] = (p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = TKVI_FOREVER;
+    if (p->sink) blocks[p->sink_coding]++;
+    for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
+        n = left < most[tier] ? left : most[tier];
+        blocks[p->key[tier]] += n;
+        left -= n;
+    }
 }
 
 /* The plan of one layer; its codings become keys of the shape. */
@@ -263,46 +389,81 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
             p->keep = window && window < p->keep ? p->keep : window;
         }
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        p->allocates |= tkvi_pair_allocates(pair[tier]);
+        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        p->squat |= tkvi_is_squat(pair[tier].k);
         few |= p->coding[tier] < 0;
     }
     p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
     few |= p->sink_coding < 0;
+    h->any_squat |= p->squat;
+    h->any_shared |= p->allocates;
+    h->any_kvquant |= p->kvquant;
     return few ? TKV_ERR_CONFIG : TKV_OK;
+}
+
+/* Where heads share, the layer gets codings of its own, `next` being the first that is free. */
+static void tkvi_own_codings(tkvi_plan *p, int *next) {
+    int tier;
+    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
+        if (p->stored < 0 || !p->shared[tier]) continue;
+        if (tier == TKV_ARCHIVE && p->key[tier] == p->key[TKV_WARM]) {
+            p->coding[tier] = p->coding[TKV_WARM];
+            continue;
+        }
+        p->coding[tier] = *next;
+        *next += TKVI_VERSIONS;
+    }
 }
 
 /* The config must be valid. */
 static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
-    int i, c;
+    int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
+    int i, c, hot[TKVI_MAX_CODINGS] = {0};
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
-    for (i = 0; i < h->cfg.n_layers; i++)
+    for (i = 0; i < h->cfg.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p)) return TKV_ERR_CONFIG;
-    for (i = 0; i < h->n_codings; i++) {
-        tkvi_record r;
-        tkvi_record_init(&r, &h->cfg, h->key[i]);
-        /* a page is up to four of the largest blocks */
-        if (!tkvi_mul((size_t)h->cfg.n_kv_heads * 5u, r.k.bytes + r.v.bytes, &h->block_bytes[i]))
-            return TKV_ERR_CONFIG;
-        h->block_bytes[i] /= 5u;
+        if (p.stored != i) continue;
+        tkvi_own_codings(&p, &h->n_codings);
+        tkvi_usual_blocks(h, &p, of_key);
+        hot[p.key[TKV_HOT]] = 1;
+        h->n_stored++;
+    }
+    h->n_codings += h->n_keys;
+    if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
+    if ((h->any_shared || h->any_kvquant) &&
+        (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
+        return TKV_ERR_CONFIG; /* a table has at most some 8 KB of each head */
+    for (i = 0; i < h->n_keys; i++) {
+        if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
-            if (h->size_class[c].slot_bytes == h->block_bytes[i]) break;
-        h->size_class[c].slot_bytes = h->block_bytes[i];
+            if (h->size_class[c].slot_bytes == h->bytes[i].total) break;
+        h->size_class[c].slot_bytes = h->bytes[i].total;
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
+        of_class[c] += of_key[i];
+        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    h->page_bytes = tkvi_page_size(h->size_class, h->n_classes);
-    for (c = 0; c < h->n_classes; c++) {
-        size_t slots = h->page_bytes / h->size_class[c].slot_bytes;
-        h->size_class[c].slots = slots > 64 ? 64 : (int)slots;
-    }
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
+    for (c = 0; c < h->n_classes; c++)
+        h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
     return TKV_OK;
 }
 
+/* Of a number in a sentence, the part before the point. */
+static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+    const char *wrong, *field;
+    float value;
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
@@ -313,7 +474,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         return tkvi_bad(
             reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
             "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
-    TKVI_RANGE_(n_layers, 1, 4096, "it must be 1 to 4096");
+    TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
     if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
@@ -321,15 +482,35 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
     TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
     if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
-        return tkvi_bad(reason, size, "scale", -1, "it must be a positive number, or 0 for 1/sqrt(head_dim)");
+        return tkvi_bad(reason, size, "scale", tkvi_whole(cfg->scale),
+                        "it must be a positive number, or 0 for 1/sqrt(head_dim)");
     TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
     if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
         return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
+    if (cfg->allocation_unit != 0 && cfg->allocation_unit != 4 && cfg->allocation_unit != 16)
+        return tkvi_bad(reason, size, "allocation_unit", cfg->allocation_unit, "it must be 4 or 16");
+    if (tkvi_bad_fit(cfg->fit))
+        return tkvi_bad(reason, size, "fit", cfg->fit,
+                        "it must be bits of tkv_fit, NORM and UNBIASED not together");
+    TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
+    TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
+    TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
+    wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
+    if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
+    if (cfg->squat_block != 0 && cfg->squat_block != 16 && cfg->squat_block != 64)
+        return tkvi_bad(reason, size, "squat_block", cfg->squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
     TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(quality_heads, 0, TKV_QUALITY_HEADS, "it must be 1 to 64, or 0 for no meter");
+    if (cfg->quality_tokens != 0 &&
+        (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
+        return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
+                        "it must be 128 to 2^30 - 1, or 0 for 2048");
+    TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
@@ -350,45 +531,204 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
+/* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
+typedef struct tkvi_table_sizes {
+    size_t plan, coding, size_class, record, split, current, rope;
+} tkvi_table_sizes;
+
+static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
+    size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
+    s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
+    s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
+    s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
+    s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
+    s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
+    s->current = tkvi_align_up(layers);
+    s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    return s->plan + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+}
+
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {
-    return tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_plan)) +
-           (size_t)h->n_codings * (tkvi_align_up(sizeof(tkvi_coding)) + tkvi_align_up(sizeof(tkvi_class)) +
-                                   tkvi_align_up((size_t)h->cfg.n_kv_heads * sizeof(tkvi_record)));
+    tkvi_table_sizes s;
+    return tkvi_table_sizes_of(h, &s);
+}
+
+/* The same of a version: `own` codings are of single layers. */
+typedef struct tkvi_version_sizes {
+    size_t record, head, channel, mean, kvquant, range;
+} tkvi_version_sizes;
+
+static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
+                                    tkvi_version_sizes *s) {
+    size_t layers = (size_t)cfg->n_layers, heads = (size_t)cfg->n_kv_heads;
+    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
+    s->head = tkvi_align_up(sets * sizeof(tkvi_head));
+    s->channel = tkvi_align_up(sets * pad);
+    s->mean = tkvi_align_up(sets * pad * sizeof(float));
+    s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
+    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->head_dim * sizeof(float)) : 0;
+    return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
+}
+
+static size_t tkvi_version_bytes(const tkvi_shape *h) {
+    tkvi_version_sizes s;
+    return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
+                                 h->any_kvquant, &s);
+}
+
+/* A version moves into a cleared piece of version_bytes. */
+static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
+    tkvi_version *v = &t->version[version];
+    tkvi_version_sizes s;
+    int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
+    size_t heads = (size_t)t->cfg.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.head_dim, 16), n;
+    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
+    v->bytes = mem;
+    v->record = (tkvi_record *)(void *)mem;
+    mem += s.record;
+    for (i = 0; i < own; i++)
+        t->coding[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
+    if (t->any_shared) {
+        v->head = (tkvi_head *)(void *)mem;
+        v->importance = mem + s.head;
+        v->channel = v->importance + s.channel;
+        v->mean = (float *)(void *)(v->channel + s.channel);
+        for (n = 0; n < (size_t)t->cfg.n_layers * heads; n++) {
+            v->head[n].importance = v->importance + n * pad;
+            v->head[n].order = v->channel + n * pad;
+            v->head[n].mean = v->mean + n * pad;
+        }
+    }
+    mem += s.head + 2 * s.channel + s.mean;
+    if (!t->any_kvquant) return;
+    v->kvquant = (tkvi_kvquant *)(void *)mem;
+    v->kvquant_range = (float *)(void *)(mem + s.kvquant);
+}
+
+/* The heads of one version of a layer's table. */
+static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
+}
+
+static void tkvi_coding_init(tkvi_coding *c, const tkvi_shape *h, int key) {
+    c->key = key;
+    c->pair = h->key[key].pair;
+    c->tokens = h->key[key].tokens;
+    c->size_class = h->class_of[key];
+    c->bytes = h->bytes[key];
+}
+
+/* Records of a coding, by what the heads' table says (NULL: equal shares). */
+static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
+    const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
+    const tkv_config *cfg = &t->cfg;
+    int head, pad = tkvi_round_up(cfg->head_dim, 16), n = cfg->n_kv_heads, unit = cfg->allocation_unit / 4;
+    tkvi_key key;
+    size_t at = 0;
+    key.pair = c->pair;
+    key.tokens = c->tokens;
+    tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    for (head = 1; head < n; head++) c->record[head] = c->record[0];
+    if (heads && k->shared) {
+        tkvi_share_k(heads, n, k->bits, cfg->head_dim, pad, unit, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            share.top = heads[head].k_top;
+            share.order = heads[head].order;
+            share.mean = heads[head].mean;
+            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    if (heads && v->shared) {
+        tkvi_share_v(heads, n, v->bits, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            share.half_bits = t->split[head];
+            share.top = heads[head].v_top;
+            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->v_head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    for (head = 0; head < n; head++) {
+        tkvi_record *r = &c->record[head];
+        r->at = at;
+        r->v_at = r->k.bytes;
+        at += r->k.bytes + r->v.bytes;
+    }
+}
+
+static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].kvquant + layer;
+}
+
+/* Of a head: the radius of each channel, then its middle. */
+static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
+    size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
+    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
+}
+
+/* NULL: keys are coded as they come. */
+static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
+    return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
+}
+
+/* KVQUANT sides of a coding get a version of the layer's table. */
+static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
+    int head;
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        tkvi_record *r = &c->record[head];
+        r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
+        r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
+        r->k.middle = r->k.radius + t->cfg.head_dim;
+        r->k.rope = tkvi_kvquant_rope(t);
+    }
 }
 
 static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
-    uint8_t *records;
-    int i, head;
+    tkvi_table_sizes s;
+    tkvi_record *record;
+    int i, tier, v, next = h->n_keys;
+    (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
+    t->n_keys = h->n_keys;
     t->n_codings = h->n_codings;
     t->n_classes = h->n_classes;
+    t->any_shared = h->any_shared;
+    t->any_kvquant = h->any_kvquant;
+    t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
+    t->any_rotated = h->any_rotated;
     t->plan = (tkvi_plan *)(void *)mem;
-    mem += tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_plan));
-    t->coding = (tkvi_coding *)(void *)mem;
-    mem += (size_t)h->n_codings * tkvi_align_up(sizeof(tkvi_coding));
-    t->size_class = (tkvi_class *)(void *)mem;
-    records = mem + (size_t)h->n_codings * tkvi_align_up(sizeof(tkvi_class));
-    for (i = 0; i < h->n_codings; i++) {
-        tkvi_coding *c = &t->coding[i];
-        size_t at = 0;
-        c->pair = h->key[i].pair;
-        c->tokens = h->key[i].tokens;
-        c->size_class = h->class_of[i];
-        c->block_bytes = h->block_bytes[i];
-        c->record = (tkvi_record *)(void *)records;
-        records += tkvi_align_up((size_t)h->cfg.n_kv_heads * sizeof(tkvi_record));
-        for (head = 0; head < h->cfg.n_kv_heads; head++) {
-            tkvi_record *r = &c->record[head];
-            tkvi_record_init(r, &h->cfg, h->key[i]);
-            r->at = at;
-            at += r->k.bytes + r->v.bytes;
-        }
+    t->coding = (tkvi_coding *)(void *)(mem += s.plan);
+    t->size_class = (tkvi_class *)(void *)(mem += s.coding);
+    record = (tkvi_record *)(void *)(mem += s.size_class);
+    mem += s.record;
+    t->split = h->any_shared ? (int *)(void *)mem : NULL;
+    t->current = (int8_t *)(mem += s.split);
+    memset(t->current, -1, (size_t)h->cfg.n_layers);
+    if (h->any_kvquant) {
+        t->rope = (tkvi_rope *)(void *)(mem + s.current);
+        tkvi_rope_make(t->rope, &h->cfg.rope);
     }
+    for (i = 0; i < h->n_keys; i++) t->coding[i].record = record + (size_t)i * (size_t)h->cfg.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
-    for (i = 0; i < h->cfg.n_layers; i++)
-        (void)tkvi_plan_of(h, i, &t->plan[i]); /* all keys are known by now */
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan *p = &t->plan[i];
+        (void)tkvi_plan_of(h, i, p); /* all keys are known by now */
+        if (p->stored != i) continue;
+        tkvi_own_codings(p, &next);
+        for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
+            for (v = 0; v < TKVI_VERSIONS && p->shared[tier]; v++)
+                tkvi_coding_init(&t->coding[p->coding[tier] + v], h, p->key[tier]);
+    }
+    for (i = 0; i < h->n_keys; i++)
+        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
     t->cfg.layers = NULL;
+    t->cfg.rope.frequencies = NULL;
 }
 
 #endif /* TKVI_PLAN_H */

@@ -55,16 +55,70 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     return TKV_OK;
 }
 
+TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
+    *out = kv->tables.coding[kv->tables.plan[layer].coding[tier]].pair;
+    return TKV_OK;
+}
+
+/* >>quality */
+/* Sums of all gauges, or of those of one layer. */
+static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    tkvi_meter *m = kv->meter;
+    tkvi_tally sum;
+    double n;
+    int i;
+    memset(out, 0, sizeof *out);
+    out->seq = TKV_NONE;
+    if (!m) return;
+    memset(&sum, 0, sizeof sum);
+    tkvi_meter_lock(m);
+    for (i = 0; i < m->n; i++)
+        if (layer < 0 || m->gauge[i].layer == layer) {
+            tkvi_tally_add(&sum, &m->gauge[i].sum);
+            out->heads++;
+        }
+    tkvi_meter_unlock(m);
+    out->every = m->every;
+    out->seq = m->seq;
+    out->samples = sum.samples;
+    if (!sum.samples) return;
+    n = (double)sum.samples;
+    out->coverage = sum.keys ? (double)sum.kept / (double)sum.keys : 1.0;
+    out->output_error = (double)sum.error / TKVI_METER_ONE / n;
+    out->kl = (double)sum.divergence / TKVI_METER_ONE / n;
+    out->kl_max = (double)sum.worst / TKVI_METER_ONE;
+    out->top1 = (double)sum.agreed / n;
+}
+
+TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out) {
+    if (!kv || !out) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, -1, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, layer, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
+    int i;
+    if (!kv) return TKV_ERR_ARG;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        memset(&kv->meter->gauge[i].sum, 0, sizeof kv->meter->gauge[i].sum);
+    return tkvi_ok(kv);
+}
+
 /* >>bytes */
 /* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_record *record, int heads,
-                           size_t tokens) {
-    int h;
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens) {
     m->tier[tier].tokens += tokens;
-    for (h = 0; h < heads; h++) {
-        m->tier[tier].codes += record[h].k.code_bytes + record[h].v.code_bytes;
-        m->tier[tier].metadata += record[h].k.meta_bytes + record[h].v.meta_bytes;
-    }
+    m->tier[tier].codes += bytes->codes;
+    m->tier[tier].metadata += bytes->metadata;
 }
 
 /* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
@@ -102,8 +156,8 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
-            tkvi_add_block(out, tkvi_tier_at(list, i), kv->tables.coding[b->coding].record,
-                           kv->tables.cfg.n_kv_heads, (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
+                           (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
     }
 }
 
@@ -117,10 +171,11 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes;
+    out->tables = kv->table_bytes + tkvi_learning_held(kv);
     out->scratch = kv->scratch_bytes;
-    out->index =
-        kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables - out->scratch;
+    out->shadow = kv->shadow_bytes;
+    out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
+                 out->scratch - out->shadow;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
@@ -135,7 +190,7 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].block_bytes;
+    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -154,7 +209,8 @@ static int64_t tkvi_ended(int64_t whole, int64_t end) {
     return n < whole ? n : whole;
 }
 
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
+/* `waiting`: there is no table yet. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
@@ -166,6 +222,8 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     coded = tkvi_ended(whole, due - p->hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
+    if (waiting && p->shared[TKV_ARCHIVE]) archived = gone;
+    if (waiting && p->shared[TKV_WARM]) coded = archived;
     s.blocks[TKV_ARCHIVE] = archived - gone;
     s.blocks[TKV_WARM] = coded - archived;
     s.blocks[TKV_HOT] = whole - coded;
@@ -176,15 +234,27 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n) {
     return s;
 }
 
-static void tkvi_add_blocks(tkv_memory_info *m, tkvi_shape *h, int coding, tkv_tier tier, int64_t blocks,
+static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
                             int64_t tokens, int64_t *live) {
-    size_t records = (size_t)(blocks * h->cfg.n_kv_heads);
-    tkvi_record r;
-    tkvi_record_init(&r, &h->cfg, h->key[coding]);
     m->tier[tier].tokens += (size_t)tokens;
-    m->tier[tier].codes += records * (r.k.code_bytes + r.v.code_bytes);
-    m->tier[tier].metadata += records * (r.k.meta_bytes + r.v.meta_bytes);
-    live[h->class_of[coding]] += blocks;
+    m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
+    m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
+    live[h->class_of[key]] += blocks;
+}
+
+/* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
+static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                              int64_t n_seqs, int waiting, int64_t *live) {
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
+    int64_t here = s.sink_tokens > 0;
+    int tier;
+    if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        tkvi_add_blocks(m, h, p->key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs, s.tokens[tier] * n_seqs,
+                        live);
+        here += s.blocks[tier];
+    }
+    return here;
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
@@ -193,7 +263,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    int i, tier, c;
+    int i, c;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
@@ -203,36 +273,36 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     memset(live, 0, sizeof live);
     for (i = 0; i < h.cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
-        tkvi_layer_sum s;
-        int64_t here = 0;
+        int64_t waiting = 0, here;
         (void)tkvi_plan_of(&h, i, &p);
         if (p.stored != i) continue;
-        s = tkvi_layer_after(&p, n_tokens);
-        if (s.sink_tokens)
-            tkvi_add_blocks(&m, &h, p.sink_coding, TKV_HOT, n_seqs, (int64_t)s.sink_tokens * n_seqs, live);
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            tkvi_add_blocks(&m, &h, p.coding[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
-                            s.tokens[tier] * n_seqs, live);
-            here += s.blocks[tier];
-        }
-        here += s.sink_tokens > 0;
-        all += here;
-        most = here > most ? here : most;
+        if (tkvi_plan_learns(&p)) /* sequences that end before there is a table */
+            waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+        here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
+        all += here * (n_seqs - waiting);
+        most = here > most && waiting < n_seqs ? here : most;
+        here = tkvi_add_layer(&m, &h, &p, n_tokens, waiting, 1, live);
+        all += here * waiting;
+        most = here > most && waiting ? here : most;
     }
     for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
-    if (all > 0x3fffffff / tkvi_max(n_seqs, 1) || pages > 0x3fffffff ||
-        !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) || page_bytes > (size_t)-1 / 4)
+    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) ||
+        page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h.page_bytes;
-    m.tables = fixed.tables;
-    m.scratch = fixed.recode + fixed.parts;
-    m.index = fixed.total - m.tables - m.scratch;
+    m.tables = tkvi_table_bytes(&fixed);
+    m.scratch = fixed.solve + fixed.recode + fixed.parts;
+    m.shadow = fixed.shadow;
+    m.index = fixed.total - m.tables - m.scratch - m.shadow;
+    if (h.any_shared && (int64_t)n_tokens * n_seqs <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
+    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
+    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
     if (all) {
-        m.index += tkvi_cap_for(all * n_seqs) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
     }
-    m.total = m.index + m.tables + m.scratch + page_bytes;
+    m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
     tkvi_sum_up(&m, &h.cfg, page_bytes);
     *out = m;
@@ -294,9 +364,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if (b->coding != (i < list->sinks ? p->sink_coding : p->coding[tier]))
+        if (kv->tables.coding[b->coding].key != (i < list->sinks ? p->sink_coding : p->key[tier]))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        if (tkvi_plan_learns(p)) most += TKVI_LEARN;
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
@@ -388,6 +459,40 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
+/* The meter's copies: of coded blocks that exist (or left a window), in order, each in a place of its own. */
+static tkv_status tkvi_check_meter(const tkvi_checker *k) {
+    const tkvi_meter *m = k->kv->meter;
+    uint64_t places;
+    int i, a;
+    if (!m) return TKV_OK;
+    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
+        return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
+    for (i = 0; i < m->n; i++) {
+        const tkvi_gauge *g = &m->gauge[i];
+        const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
+        int block = 0;
+        if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
+            return tkvi_broken(k, "the meter has copies of nothing, gauge", i);
+        for (a = 0, places = 0; a < m->slots; a++) {
+            if (g->slot[a] < 0 || g->slot[a] >= m->slots)
+                return tkvi_broken(k, "a copy of the meter has no place, gauge", i);
+            places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
+        }
+        if (places) return tkvi_broken(k, "two copies of the meter in one place, gauge", i);
+        for (a = 0; a < g->n; a++) {
+            const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
+            if (a && g->start[a] <= g->start[a - 1]) return tkvi_broken(k, "copies out of order, gauge", i);
+            if (g->start[a] < list->dropped) continue;
+            while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
+            if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
+                k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                    k->kv->tables.plan[g->layer].key[TKV_HOT])
+                return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+        }
+    }
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkvi_checker k;
     tkv_memory_info m;
@@ -409,16 +514,17 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
                 entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
+    if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + kv->pool.n_pages * kv->tables.page_bytes +
+    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.slack;
+    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
         return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);

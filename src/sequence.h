@@ -11,7 +11,7 @@
 #ifndef TKVI_SEQUENCE_H
 #define TKVI_SEQUENCE_H
 
-#include "cache.h"
+#include "metric.h"
 
 /* >>ageing */
 static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
@@ -23,21 +23,49 @@ static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int tokens;
+    int layer, start, tokens;
 } tkvi_recoding;
+
+/* The n tokens of a side as tkvi_decode_side gives them; halves, which most blocks come from, by vectors. */
+static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+    int t;
+    if (s->format->stored != TKVI_AS_F16) {
+        tkvi_decode_side(s, src, 0, n, x, (size_t)s->dim);
+        return;
+    }
+    for (t = 0; t < n; t++) help->halves(src + 2 * t * s->pad, s->dim, x + t * s->dim);
+}
 
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_helpers *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     int h;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        tkvi_decode_side(&a->k, src + a->at, 0, r->tokens, k, dk);
-        tkvi_decode_side(&a->v, src + a->at + a->v_at, 0, r->tokens, v, dv);
-        tkvi_encode_side(&b->k, k, dk, r->tokens, dst + b->at);
-        tkvi_encode_side(&b->v, v, dv, r->tokens, dst + b->at + b->v_at);
+        tkvi_side to_k = b->k;
+        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
+        to_k.start = r->start;
+        tkvi_values(&a->k, help, src + a->at, r->tokens, k);
+        tkvi_values(&a->v, help, src + a->at + a->v_at, r->tokens, v);
+        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
+        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
+    }
+}
+
+/* The meter copies what is exact for the last time (meter.h). */
+static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int i;
+    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].key[TKV_HOT]) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        if (g->layer == layer)
+            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
@@ -47,15 +75,18 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
-    if (b->coding == coding) return;
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);
         return;
     }
+    tkvi_keep_exact(kv, seq, layer, b);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
+    r.layer = layer;
+    r.start = b->start;
     r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
@@ -104,12 +135,13 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_due(p, hot, end, len);
+        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), p->coding[due], paper);
+        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
         if (is_warm) now.warm--;
         if (due == TKV_ARCHIVE) now.archive++;
         else now.warm++;
@@ -169,6 +201,10 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
                           int64_t *room) {
     int i, whole = 1;
     tkvi_most_blocks(&kv->tables.cfg, p, room);
+    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
+        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+    }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
@@ -307,7 +343,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.coding[kv->pool.block[id].coding].block_bytes);
+                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -316,7 +352,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     {
         int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->coding[TKV_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].block_bytes);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -339,6 +375,14 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         }
         list->len++;
     }
+}
+
+/* The meter has nobody, and this sequence begins: it is watched from now on. */
+static void tkvi_watch(tkv_cache *kv, int seq) {
+    int layer, len = 0;
+    if (!kv->meter || kv->meter->seq >= 0) return;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    if (len == 0) kv->meter->seq = seq;
 }
 
 /* >>append */
@@ -388,8 +432,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_rows *rows;
     tkvi_source k, v;
     tkvi_peak paper;
+    int8_t had;
     tkv_status st;
-    int n_rows, i, total, first = 0;
+    int n_rows, i, total, open, first = 0;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
@@ -424,6 +469,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
                          " (cfg.nonfinite can saturate them)");
+    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
+    had = kv->tables.current[p->layer];
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
     paper = tkvi_paper(kv);
     for (i = 0; i < n_rows; i++)
         if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
@@ -432,16 +480,23 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
     if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    tkvi_learn_end(kv, p->layer, had, 1);
+    if (!open) tkvi_metric_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
+        tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step)
             tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
+    if (kv->seen && kv->seen[p->layer] >= 0)
+        kv->seen[p->layer] = tkvi_min(TKVI_LEARN_WELL, kv->seen[p->layer] + total);
+    tkvi_metric_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
+    tkvi_learn_end(kv, p->layer, had, 0);
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
@@ -459,21 +514,37 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
 }
 
 /* >>all layers of a sequence age at once, or nothing happens */
+static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+}
+
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
+    int8_t had[TKVI_MAX_LAYERS];
     tkvi_peak paper;
-    int layer, pass;
+    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    for (layer = 0; layer < n; layer++) {
+        had[layer] = kv->tables.current[layer];
+        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+    }
     paper = tkvi_paper(kv);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
-    for (pass = 0; pass < 2; pass++) {
-        for (layer = 0; layer < kv->tables.cfg.n_layers && kv->seq[seq].block; layer++)
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    for (pass = 0; pass < 2 && ready; pass++) {
+        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
                          partial, pass ? NULL : &paper);
-        if (pass == 0 && !tkvi_peak_ready(&kv->pool, &paper))
-            return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                             "no memory to recode blocks", 0, NULL);
+        if (pass) continue;
+        ready = tkvi_peak_ready(&kv->pool, &paper);
+        for (layer = 0; layer < n; layer++) {
+            tkvi_learn_end(kv, layer, had[layer], ready);
+            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+        }
     }
+    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    if (!ready)
+        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                         "no memory to recode blocks", 0, NULL);
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -550,7 +621,12 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
     kv->seq[seq].in_step = 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->len > list->step_len) tkvi_cut(kv, seq, layer, list->step_len);
+        int n = list->len - list->step_len;
+        if (n <= 0) continue;
+        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->ears && kv->ears[layer].tokens > 0)
+            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        tkvi_cut(kv, seq, layer, list->step_len);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -572,6 +648,9 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             !tkvi_grow_lists(kv, seq, tkvi_list_want(kv, seq, layer, more)))
             goto no_memory;
     }
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0 && !tkvi_version_ready(kv, 0))
+            goto no_memory;
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
@@ -642,6 +721,7 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
         memset(list, 0, sizeof *list);
     }
     s->in_step = 0;
+    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_promise(kv, seq, 0);
     if (!kv->pool.keep_all) {
         tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));

@@ -69,22 +69,57 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
     return tkvi_tiles(runs).halves + (halves + 1) / 2 * 64;
 }
 
+/* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
+static uint64_t tkvi_load8(const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
+static void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+
+#define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
+
 /* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
 static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
-    int per = 8 / bits, mask = (1 << bits) - 1, p, j;
-    memset(dst, 0, (size_t)(256 / per));
-    for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j++)
-            dst[p / per * 64 + j] =
-                (uint8_t)(dst[p / per * 64 + j] | (code[64 * p + j] >> shift & mask) << (p % per * bits));
+    int per = 8 / bits, v, k, j;
+    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    for (v = 0; v < 4 / per || v == 0; v++)
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = 0;
+            for (k = 0; k < per && k < 4; k++)
+                x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
+            tkvi_store8(dst + 64 * v + j, x);
+        }
 }
 
 static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
-    int per = 8 / bits, mask = (1 << bits) - 1, p, j;
+    int per = 8 / bits, p, j;
+    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j++)
-            code[64 * p + j] =
-                (uint8_t)(code[64 * p + j] | (src[p / per * 64 + j] >> (p % per * bits) & mask) << shift);
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
+            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
+        }
+}
+
+/* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
+static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+    int p, j;
+    for (j = 0; j < 64; j += 8) {
+        uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
+        for (p = 0; p < 4; p++) x |= (tkvi_load8(code + 64 * p + j) >> bit & TKVI_EACH_BYTE(1)) << (up + p);
+        tkvi_store8(v + j, x);
+    }
+}
+
+static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+    int p, j;
+    for (p = 0; p < 4; p++)
+        for (j = 0; j < 64; j += 8) {
+            uint64_t x = tkvi_load8(v + j) >> (up + p) & TKVI_EACH_BYTE(1);
+            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << bit);
+        }
 }
 
 static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
@@ -92,15 +127,8 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
     if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4);
-    if (tkvi_has_half[width]) {
-        uint8_t *v = codes + at->halves + at->half / 2 * 64;
-        int up = at->half % 2 * 4, p, j;
-        for (j = 0; j < 64; j++) {
-            int b = v[j] & ~(15 << up);
-            for (p = 0; p < 4; p++) b |= (code[64 * p + j] >> low & 1) << (up + p);
-            v[j] = (uint8_t)b;
-        }
-    }
+    if (tkvi_has_half[width])
+        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
 static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
@@ -109,13 +137,8 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
     memset(code, 0, TKVI_TILE_CODES);
     if (low) tkvi_unpack_planes(wide, code, low, 0);
     if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4);
-    if (tkvi_has_half[width]) {
-        const uint8_t *v = codes + at->halves + at->half / 2 * 64;
-        int up = at->half % 2 * 4, p, j;
-        for (p = 0; p < 4; p++)
-            for (j = 0; j < 64; j++)
-                code[64 * p + j] = (uint8_t)(code[64 * p + j] | (v[j] >> (up + p) & 1) << low);
-    }
+    if (tkvi_has_half[width])
+        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
 #endif /* TKVI_TILE_H */

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""A second encoder and decoder of the formats, from the byte diagrams in src/tile.h, src/format_exact.h and
-src/format_kivi.h, so that a mistake in the C code is not repeated here. Needs numpy.
+"""A second encoder and decoder of the formats, from the comments at the top of src/tile.h, format_exact.h,
+format_kivi.h, format_a.h, format_r.h, logscale.h and rotate.h, so that a mistake in the C code is not
+repeated here. Needs numpy.
 
     python3 tests/encoder.py --golden > tests/golden.h     the golden blocks of tests/test_format.c
     python3 tests/encoder.py --anchors                     error of min/max coding of N(0,1), simulated
 
 A block is an array [token][channel] of float32, 1..64 tokens, 1..256 channels.
 """
+import hashlib
 import sys
 
 import numpy as np
@@ -22,6 +24,23 @@ FORMATS = {
     "kivi2": (7, 2, False),
 }
 K, V = 0, 1
+# name: number in tkv_format, the side it stores, quarter bits of a value on average
+SHARED = {
+    "a40": (8, K, 16),
+    "a35": (9, K, 14),
+    "a30": (10, K, 12),
+    "a275": (11, K, 11),
+    "a25": (12, K, 10),
+    "a225": (13, K, 9),
+    "a20": (14, K, 8),
+    "a175": (15, K, 7),
+    "a15": (16, K, 6),
+    "r40": (17, V, 16),
+    "r30": (18, V, 12),
+    "r20": (19, V, 8),
+    "r15": (20, V, 6),
+    "r10": (21, V, 4),
+}
 TOKENS = 64
 F16_MAX = 65504.0
 
@@ -49,43 +68,98 @@ def to_bf16(x):
     return (np.copysign(near, x).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
+WIDE_BYTES = {1: 0, 2: 64, 3: 64, 4: 128, 5: 128, 6: 192, 8: 256}
+# of the first part; 6 has two more, the odd ones a half
+LOW_BITS = {1: 0, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+
+
+class Tiles:
+    """Where the codes of tiles of these widths stand. Codes are arrays [token][lane], four lanes to a tile
+    of K, 16 lanes to four tiles of V."""
+
+    def __init__(self, which, widths):
+        self.which = which
+        self.widths = np.array(sorted(widths, reverse=True), np.int64)
+        self.lanes = 4 * len(widths)
+        wide = np.array([WIDE_BYTES[w] for w in self.widths], np.int64)
+        odd = np.isin(self.widths, (1, 3, 5)).astype(np.int64)
+        self.wide = np.cumsum(wide) - wide
+        self.half = np.cumsum(odd) - odd
+        self.halves = int(wide.sum())
+        self.bytes = self.halves + round_up(int(odd.sum()), 2) // 2 * 64
+
+    def place(self, bit):
+        """Byte offset, bit number in it and whether it exists, of one bit of the codes."""
+        token, lane = np.indices((TOKENS, self.lanes))
+        if self.which == K:  # tokens are lanes of the tile, four neighbouring channels are reduced
+            tile, plane, j = lane // 4, token // 16, 4 * (token % 16) + lane % 4
+        else:  # channels are, four neighbouring tokens are reduced
+            tile, plane = lane // 16 * 4 + token // 16, token % 16 // 4
+            j = 4 * (lane % 16) + token % 4
+        width = self.widths[tile]
+        low = np.array([LOW_BITS.get(w, 0) for w in range(9)])[width]
+        per = 8 // np.maximum(low, 1)  # planes in a byte
+        half = self.half[tile]
+        cases = [bit < low, width == 6]  # else the half: the top bits stand together behind all tiles
+        byte = np.select(cases, [self.wide[tile] + plane // per * 64 + j, self.wide[tile] + 128 + j],
+                         self.halves + half // 2 * 64 + j)
+        at = np.select(cases, [plane % per * low + bit, 2 * plane + bit - 4], half % 2 * 4 + plane)
+        return byte, at, bit < width
+
+    def pack(self, codes, out):
+        for bit in range(int(self.widths.max(initial=0))):
+            byte, at, there = self.place(bit)
+            assert not np.any(codes[:, : self.lanes] >> np.maximum(self.widths.repeat(4), 1) > 0)
+            np.bitwise_or.at(out, byte[there], ((codes >> bit & 1) << at)[there].astype(np.uint8))
+
+    def unpack(self, data):
+        codes = np.zeros((TOKENS, self.lanes), np.int64)
+        for bit in range(int(self.widths.max(initial=0))):
+            byte, at, there = self.place(bit)
+            codes[there] |= (data[byte[there]].astype(np.int64) >> at[there] & 1) << bit
+        return codes
+
+
+class Share:
+    """What a table says of a head. K: widths of tiles, order, mean by position; V: half bits; both: top."""
+
+    def __init__(self, top=8, widths=(), order=None, mean=None, half_bits=0):
+        self.top, self.widths, self.half_bits = top, widths, half_bits
+        self.order, self.mean = order, mean
+
+
 class Side:
     """Sizes of one side of one head's block, and where its codes stand."""
 
-    def __init__(self, name, which, dim, group=64):
-        self.number, self.bits, self.exact = FORMATS[name]
+    def __init__(self, name, which, dim, group=64, share=None):
         self.name, self.which, self.dim, self.group = name, which, dim, group
         self.pad = round_up(dim, 16)
-        if self.exact:
-            self.groups = 0
-            self.code_bytes = self.pad * TOKENS * self.bits // 8
-            self.meta_shape = (0, 0)
+        self.shared = name in SHARED
+        if self.shared:
+            self.number, side, quarters = SHARED[name]
+            assert side == which
+            self.exact = False
+            self.share = share or equal_share(which, quarters, dim)
+            if which == K:
+                self.tiles = Tiles(K, self.share.widths)
+                self.meta_bytes = 2 * self.pad
+            else:
+                self.tiles = Tiles(V, rotated_widths(self.pad, self.share.half_bits))
+                self.meta_bytes = TOKENS
+            self.code_bytes = self.tiles.bytes
         else:
-            self.groups = TOKENS // group if which == K else round_up(dim, group) // group
-            tiles = self.pad // 4
-            self.code_bytes = tiles * {2: 64, 3: 64, 4: 128, 8: 256}[self.bits]
-            if self.bits == 3:
-                self.code_bytes += round_up(tiles, 2) // 2 * 64
-            self.meta_shape = (self.groups, self.pad if which == K else TOKENS)
-        self.meta_bytes = 2 * 2 * self.meta_shape[0] * self.meta_shape[1]
+            self.number, self.bits, self.exact = FORMATS[name]
+            if self.exact:
+                self.groups = 0
+                self.code_bytes = self.pad * TOKENS * self.bits // 8
+                self.meta_shape = (0, 0)
+            else:
+                self.groups = TOKENS // group if which == K else round_up(dim, group) // group
+                self.tiles = Tiles(which, [self.bits] * (self.pad // 4))
+                self.code_bytes = self.tiles.bytes
+                self.meta_shape = (self.groups, self.pad if which == K else TOKENS)
+            self.meta_bytes = 2 * 2 * self.meta_shape[0] * self.meta_shape[1]
         self.bytes = round_up(self.code_bytes, 64) + round_up(self.meta_bytes, 64)
-
-    def place(self, bit):
-        """Byte offset, and bit number in it, of one bit of the codes, as arrays [token][channel]."""
-        token, channel = np.indices((TOKENS, self.pad))
-        if self.which == K:  # lanes are tokens, four neighbouring channels are reduced
-            tile, plane, lane, reduced = channel // 4, token // 16, token % 16, channel % 4
-        else:  # lanes are channels, four neighbouring tokens are reduced
-            tile, plane = channel // 16 * 4 + token // 16, token % 16 // 4
-            lane, reduced = channel % 16, token % 4
-        byte = 4 * lane + reduced
-        if self.bits == 3 and bit == 2:  # the top bits stand together behind all tiles, two tiles to a vector
-            return self.pad // 4 * 64 + tile // 2 * 64 + byte, tile % 2 * 4 + plane
-        if self.bits <= 3:  # four planes in a byte
-            return tile * 64 + byte, 2 * plane + bit
-        if self.bits == 4:  # two planes in a byte
-            return tile * 128 + plane // 2 * 64 + byte, plane % 2 * 4 + bit
-        return tile * 256 + plane * 64 + byte, np.full_like(token, bit)
 
 
 def code_group(x, bits):
@@ -106,6 +180,9 @@ def encode(side, x):
     n = len(x)
     assert 1 <= n <= TOKENS and x.shape == (n, side.dim)
     out = np.zeros(side.bytes, np.uint8)
+    if side.shared:
+        (encode_a if side.which == K else encode_r)(side, x, out)
+        return out.tobytes()
     if side.exact:
         whole = np.zeros((TOKENS, side.pad), np.float32)
         whole[:n, : side.dim] = x
@@ -125,9 +202,7 @@ def encode(side, x):
             for t in range(n):
                 group = code_group(x[t, first:end], side.bits)
                 codes[t, first : min(end, side.dim)], scale[g, t], zero[g, t] = group
-    for bit in range(side.bits):
-        byte, at = side.place(bit)
-        np.bitwise_or.at(out, byte, ((codes >> bit & 1) << at).astype(np.uint8))
+    side.tiles.pack(codes, out)
     meta = np.concatenate([scale.ravel(), zero.ravel()]).astype("<u2").tobytes()
     out[side.code_bytes : side.code_bytes + side.meta_bytes] = np.frombuffer(meta, np.uint8)
     return out.tobytes()
@@ -135,6 +210,8 @@ def encode(side, x):
 
 def decode(side, data, n):
     data = np.frombuffer(data, np.uint8)
+    if side.shared:
+        return (decode_a if side.which == K else decode_r)(side, data)[:n]
     if side.exact:
         rows = data.view("<u4" if side.bits == 32 else "<u2").reshape(TOKENS, side.pad)[:n, : side.dim]
         bits = rows.astype(np.uint32 if side.bits == 32 else np.uint16)
@@ -142,10 +219,7 @@ def decode(side, data, n):
             return from_f16(bits).astype(np.float32)
         return (bits if side.bits == 32 else bits.astype(np.uint32) << 16).view(np.float32)
 
-    codes = np.zeros((TOKENS, side.pad), np.int64)
-    for bit in range(side.bits):
-        byte, at = side.place(bit)
-        codes |= (data[byte].astype(np.int64) >> at & 1) << bit
+    codes = side.tiles.unpack(data)
     meta = data[side.code_bytes : side.code_bytes + side.meta_bytes].view("<u2").astype(np.uint16)
     scale, zero = from_f16(meta).reshape(2, *side.meta_shape)
     if side.which == K:
@@ -154,6 +228,258 @@ def decode(side, data, n):
         scale, zero = (np.repeat(m, side.group, axis=0)[: side.dim].T for m in (scale, zero))
     # exact in double, so that this is the one rounding
     return (scale[:n, : side.dim] * codes[:n, : side.dim] + zero[:n, : side.dim]).astype(np.float32)
+
+
+# ---- logarithmic scales and the rotation. Floats are np.float32, so that each operation rounds to one.
+
+F = np.float32
+D = np.float64
+LOG_MANTISSA = [round(1024 * 2 ** (i / 16)) for i in range(16)]
+LOG_BORDER = [round(2**23 * (2 ** ((2 * i + 1) / 32) - 1)) for i in range(16)]
+
+
+def log_code(scale, top):
+    if not scale > 0:
+        return 0
+    bits = int(F(scale).view(np.uint32))
+    octave = (bits >> 23) - 127 - (top - 16)
+    return min(max(1 + 16 * octave + sum(bits & 0x7FFFFF >= b for b in LOG_BORDER), 1), 255)
+
+
+def log_value(code, top):
+    if code == 0:
+        return F(0)
+    octave, step = divmod(int(code) - 1, 16)
+    return F(np.ldexp(LOG_MANTISSA[step] / 1024, top - 16 + octave))
+
+
+def rotation_signs():
+    """True: the channel changes its sign."""
+    digest = np.frombuffer(hashlib.sha256(b"tieredkv").digest(), np.uint8)
+    return np.unpackbits(digest, bitorder="little").astype(bool)
+
+
+def hadamard(y):
+    """Of rows of 2^k values, in place; normalised."""
+    n, h = y.shape[1], 1
+    while h < n:
+        pairs = y.reshape(len(y), n // (2 * h), 2, h)
+        a, b = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
+        y = np.stack([a + b, a - b], axis=2).reshape(len(y), n)
+        h *= 2
+    return y * F(1 / np.sqrt(D(n)))
+
+
+def rotate(x, back=False):
+    y = np.array(x, F)
+    dim = y.shape[1]
+    n = 1 << dim.bit_length() - 1
+    windows = [slice(0, n)] + ([slice(dim - n, dim)] if n < dim else [])
+    sign = np.where(rotation_signs()[:dim], F(-1), F(1))
+    if not back:
+        y *= sign
+    for w in windows[::-1] if back else windows:
+        y[:, w] = hadamard(y[:, w])
+    return y * sign if back else y
+
+
+# ---- A: allocated keys
+
+A_UNIT = {1: 8, 2: 8, 3: 8, 4: 8, 5: 8, 6: 4}
+A_CUTS = {
+    1: (0, 384, 768, 1152, 1536),
+    2: (0, 300, 600, 900, 1200),
+    3: (0, 200, 400, 650, 900),
+    4: (0, 120, 260, 420, 600),
+    5: (0, 80, 160, 260, 400),
+    6: (0, 60, 120, 200, 300),
+}
+GAINS = (-22, -63, -112, -169, -223, -277)  # of a bit more, by width
+
+
+def equal_share(which, quarters, dim):
+    """Without a table. K: bit by bit to the tile where it saves most; of equals the narrowest, the first."""
+    if which == V:
+        return Share(half_bits=quarters // 2)
+    pad = round_up(dim, 16)
+    tiles = round_up(dim, 4) // 4
+    budget = max(0, (quarters * dim - pad) // 16)
+    score = [min(4, dim - 4 * i) for i in range(tiles)]
+    steps = sorted((-score[i] - GAINS[b], b, i) for i in range(tiles) for b in range(6))[:budget]
+    widths = [sum(i == tile for _, _, i in steps) for tile in range(tiles)]
+    return Share(widths=[w for w in widths if w])
+
+
+def a_column(x, width, top):
+    """Codes, and the two bytes of metadata, of one column of residuals."""
+    n = len(x)
+    x = np.clip(x, F(-1e30), F(1e30))
+    low = x.min()
+    step = (x.max() - low) * F(1 / 4096)
+    inverse = F(1) / step if step > F(1e-36) else F(0)
+    if inverse == 0:
+        step = F(0)
+    u = np.minimum(((x - low) * inverse).astype(np.int64), 4095)
+    sum_u = int(u.sum())
+    mean = D(low) + D(step) * D(F(2 * sum_u + n) / F(2 * n))
+    if width == 0:
+        half = int(to_f16(F(mean)))
+        return np.zeros(n, np.int64), half & 255, half >> 8
+
+    most = 2**width - 1
+
+    def variance(v):
+        return F(n * int((v * v).sum()) - int(v.sum()) ** 2)
+
+    def covariance(v):
+        return F(n * int((v * u).sum()) - int(v.sum()) * sum_u)
+
+    best, codes = F(-1), None
+    for cut in A_CUTS[width]:
+        by = 131072 * most // (4096 - 2 * cut)
+        c = np.minimum(((np.maximum(u - cut, 0) * by >> 16) + 1) // 2, most)
+        cov, var = covariance(c), variance(c)
+        score = cov / var * cov if var > 0 else F(0)
+        if score > best:
+            best, codes = score, c
+
+    unit = A_UNIT[width]
+    scale = F(0)
+    cov, var = covariance(codes), variance(u)
+    if cov > 0 and var > 0:
+        scale = (np.sqrt(var / variance(codes)) if width == 1 else var / cov) * step
+
+    def offset_of(scale, middle):
+        """With it, codes whose mean is `middle` above the middle one have the column's mean."""
+        if not scale > 0:
+            return 0
+        v = (mean / D(scale) - middle) * D(unit)
+        return int(min(max(v, D(-128)), D(128)) + D(1000.5)) - 1000
+
+    def middle_of(codes):
+        return D(2 * int(codes.sum()) - n * most) / D(2 * n)
+
+    log = log_code(scale, top)
+    offset = offset_of(log_value(log, top), middle_of(codes))
+    if (log == 0 and mean != 0) or abs(offset) > 127:  # too far from the static mean: a larger scale
+        log = max(log, log_code(F(abs(mean) * D(unit) / D(120)), top))
+        scale = log_value(log, top)
+        offset = min(max(offset_of(scale, D(0.5)), -127), 127)
+        value = D(low) + D(step) * (u.astype(F) + F(0.5)).astype(D)
+        v = value / D(scale) - D(offset) / D(unit) + D(most) / 2 + D(0.5)
+        codes = np.clip(v, D(0), D(most)).astype(np.int64)
+        offset = min(max(offset_of(scale, middle_of(codes)), -127), 127)
+    return codes, log, offset & 255
+
+
+def a_widths(side):
+    widths = np.zeros(side.pad, np.int64)
+    widths[: side.tiles.lanes] = side.tiles.widths.repeat(4)
+    return widths
+
+
+def encode_a(side, x, out):
+    codes = np.zeros((TOKENS, side.tiles.lanes), np.int64)
+    meta = out[side.code_bytes : side.code_bytes + 2 * side.pad].reshape(2, side.pad)
+    share, widths = side.share, a_widths(side)
+    for p in range(side.pad):
+        channel = p if share.order is None else share.order[p]
+        if channel >= side.dim:
+            continue
+        residual = x[:, channel] - (F(0) if share.mean is None else F(share.mean[p]))
+        column, meta[0, p], meta[1, p] = a_column(residual, int(widths[p]), share.top)
+        if widths[p]:
+            codes[: len(x), p] = column
+    side.tiles.pack(codes, out)
+
+
+def decode_a(side, data):
+    codes = side.tiles.unpack(data)
+    meta = data[side.code_bytes : side.code_bytes + 2 * side.pad].reshape(2, side.pad)
+    share, widths = side.share, a_widths(side)
+    out = np.zeros((TOKENS, side.dim), F)
+    for p in range(side.pad):
+        channel = p if share.order is None else share.order[p]
+        if channel >= side.dim:
+            continue
+        mean = F(0) if share.mean is None else F(share.mean[p])
+        w = int(widths[p])
+        if w == 0:
+            half = np.array([int(meta[0, p]) | int(meta[1, p]) << 8], np.uint16)
+            out[:, channel] = F(from_f16(half)[0]) + mean + F(0)  # and a 0 without a sign
+            continue
+        scale = log_value(meta[0, p], share.top)
+        zero = F(D(scale) * (int(meta[1, p].view(np.int8)) / A_UNIT[w] - (2**w - 1) / 2)) + mean
+        out[:, channel] = scale * codes[:, p].astype(F) + zero
+    return out
+
+
+# ---- R: rotated values
+
+R_MOST = 2047
+R_STEP = {1: 1.5960, 2: 0.9955, 3: 0.5860, 4: 0.3350}
+R_POINTS = np.array([(27, 27), (-27, -27), (-78, 78), (78, -78),
+                     (32, 127), (127, 32), (-32, -127), (-127, -32)])
+R_SINGLE = np.array([-120, -40, 40, 120])
+
+
+def rotated_widths(pad, half_bits):
+    slabs = pad // 16
+    if half_bits == 3:  # two slabs are one; the last may have no partner
+        return [3] * (slabs // 2 * 4) + [2] * (slabs % 2 * 4)
+    return [half_bits // 2] * (slabs * 4)
+
+
+def encode_r(side, x, out):
+    n = len(x)
+    dim, pad, half_bits = side.dim, side.pad, side.share.half_bits
+    pairs = pad // 32 * 32 if half_bits == 3 else 0
+    bits = half_bits // 2 if half_bits != 3 else 2
+    y = rotate(np.clip(x, F(-1e30), F(1e30)))
+    codes = np.zeros((TOKENS, side.tiles.lanes), np.int64)
+    for t in range(n):
+        most = min(np.abs(y[t]).max(), F(1e30))
+        if not most > F(1e-30):
+            continue
+        u = np.zeros(pad, np.int64)
+        u[:dim] = np.clip((y[t] * (F(R_MOST) / most)).astype(np.int64), -R_MOST, R_MOST)
+        squares = max(int((u * u).sum()), 1)
+        unit = F(1) / np.sqrt(F(squares) / F(dim))
+        code, twice = [], 0
+        if pairs:
+            ab = np.floor(u[:pairs].astype(F) * (unit * F(16 * F(80.2)))).astype(np.int64)
+            grid = u[:pairs].reshape(-1, 2, 16).transpose(0, 2, 1).reshape(-1, 2)
+            ab = ab.reshape(-1, 2, 16).transpose(0, 2, 1).reshape(-1, 2)
+            best = np.argmax(ab @ R_POINTS.T - 8 * (R_POINTS**2).sum(axis=1), axis=1)
+            twice += 2 * int((grid * R_POINTS[best]).sum())
+            code.append(best)
+        v = np.floor(u[pairs:dim].astype(F) * (unit / F(R_STEP[bits]))).astype(np.int64) + 2 ** (bits - 1)
+        v = np.clip(v, 0, 2**bits - 1)
+        code.append(v)
+        rest = 2 * R_SINGLE[v] if half_bits == 3 else 2 * v - (2**bits - 1)
+        twice += int((u[pairs:dim] * rest).sum())
+        scale = most / F(R_MOST) * (F(2 * squares) / F(twice))
+        out[side.code_bytes + t] = log_code(scale * F(64 if half_bits == 3 else 1), side.share.top)
+        if scale > 0:
+            code = np.concatenate(code)
+            codes[t, : len(code)] = code
+    side.tiles.pack(codes, out)
+
+
+def decode_r(side, data):
+    half_bits, pairs = side.share.half_bits, side.pad // 32 * 32
+    codes = side.tiles.unpack(data)
+    scale = np.array([log_value(b, side.share.top) for b in data[side.code_bytes : side.code_bytes + TOKENS]])
+    if half_bits == 3:
+        levels = np.zeros((TOKENS, side.pad))
+        both = R_POINTS[codes[:, : pairs // 2] & 7]  # [token][lane][2]
+        levels[:, :pairs] = both.reshape(TOKENS, -1, 16, 2).transpose(0, 1, 3, 2).reshape(TOKENS, pairs)
+        levels[:, pairs:] = R_SINGLE[codes[:, pairs // 2 :] & 3]
+        scale, middle = scale / F(64), 0.0
+    else:
+        levels, middle = codes, (2 ** (half_bits // 2) - 1) / 2
+    product = scale[:, None].astype(D) * levels[:, : side.dim]
+    return rotate((product + (-middle * scale.astype(D))[:, None]).astype(F), back=True)
 
 
 # ---- golden blocks
@@ -203,6 +529,15 @@ def golden():
             seed += 1
             side = Side(name, which, 5, group)
             whole.append((seed, side, n, encode(side, golden_input(seed, n, 5))))
+    for name, (_, which, _) in SHARED.items():
+        for dim, n in shapes:
+            seed += 1
+            side = Side(name, which, dim)
+            hashed.append((seed, side, n, encode(side, golden_input(seed, n, dim))))
+    for name, dim, n in [("a25", 22, 64), ("a20", 5, 37), ("r15", 40, 64), ("r30", 5, 9)]:
+        seed += 1
+        side = Side(name, SHARED[name][1], dim)
+        whole.append((seed, side, n, encode(side, golden_input(seed, n, dim))))
 
     def head(seed, side, n, data):
         return "%d, TKV_%s, TKV_%s, %d, %d, %d, %d, 0x%016xu, 0x%016xu" % (

@@ -24,12 +24,15 @@ except ImportError:
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from encoder import FORMATS, K, TOKENS, V, Side, decode, encode, golden
+from encoder import FORMATS, K, SHARED, TOKENS, V, Share, Side, decode, encode, golden, round_up
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Reads cases of little-endian words from stdin: format, side, head_dim, group, tokens, stride, the floats.
-# Writes per case: size and two statuses, the block, the decoded floats.
+# Reads cases of little-endian words from stdin: format, side, head_dim, group, tokens, stride, whether there
+# is a share, and if so its tiles of widths 1..8, half bits, top + 1000, order and mean at each position; the
+# floats.
+# Writes per case: size and two statuses, the block, the decoded floats. With a share the block comes from the
+# best kernels here, and the first status says whether the scalar ones agree.
 PROGRAM = r"""
 #define TIEREDKV_IMPLEMENTATION
 #include "tieredkv.h"
@@ -53,30 +56,76 @@ static void put(uint32_t u) {
 static uint32_t in[64 * 512], out[64 * 256];
 static float x[64 * 512], y[64 * 256];
 
+static int get_share(tkvi_share *s, int pad) {
+    static uint8_t order[TKV_MAX_HEAD_DIM];
+    static float mean[TKV_MAX_HEAD_DIM];
+    uint32_t u;
+    int i;
+    memset(s, 0, sizeof *s);
+    for (i = 1; i <= TKVI_MAX_WIDTH; i++) {
+        if (!get(&u)) return 0;
+        s->runs.n[i] = (uint16_t)u;
+    }
+    if (!get(&u)) return 0;
+    s->half_bits = (int)u;
+    if (!get(&u)) return 0;
+    s->top = (int)u - 1000;
+    for (i = 0; i < pad; i++) {
+        if (!get(&u)) return 0;
+        order[i] = (uint8_t)u;
+    }
+    for (i = 0; i < pad; i++) {
+        if (!get(&u)) return 0;
+        mean[i] = tkvi_from_bits(u);
+    }
+    s->order = order;
+    s->mean = mean;
+    return 1;
+}
+
 int main(void) {
-    uint32_t h[6], i;
+    uint32_t h[7], i;
     while (get(&h[0])) {
         tkv_codec c;
         size_t size;
         unsigned char *dst;
         tkv_status encoded, decoded;
-        for (i = 1; i < 6; i++)
+        tkvi_share share;
+        memset(&c, 0, sizeof c);
+        for (i = 1; i < 7; i++)
             if (!get(&h[i])) return 1;
         if (h[4] > 64 || h[5] > 512 || h[2] > 256) return 1;
+        if (h[6] && !get_share(&share, tkvi_round_up((int)h[2], 16))) return 1;
         for (i = 0; i < h[4] * h[5]; i++)
             if (!get(&in[i])) return 1;
         memcpy(x, in, sizeof x);
-        c.format = (tkv_format)h[0];
-        c.side = (tkv_side)h[1];
-        c.head_dim = (int)h[2];
-        c.group_size = (int)h[3];
-        size = tkv_encoded_size(&c);
-        dst = (unsigned char *)malloc(size + 1);
-        if (!dst) return 1;
-        memset(dst, 0xa5, size + 1);
         memset(y, 0, sizeof y);
-        encoded = tkv_encode(&c, x, (ptrdiff_t)h[5], (int)h[4], dst, size);
-        decoded = tkv_decode(&c, dst, size, (int)h[4], y, 0);
+        if (h[6]) {
+            tkvi_side s;
+            unsigned char *again;
+            tkvi_side_init(&s, &tkvi_formats[h[0]], (tkv_side)h[1], (int)h[2], 64, TKVI_BLOCK, &share);
+            dst = (unsigned char *)malloc(2 * s.bytes);
+            if (!dst) return 1;
+            again = dst + s.bytes;
+            memset(dst, 0xa5, 2 * s.bytes);
+            tkvi_encode_side(&s, tkvi_kernels_for(TKV_ISA_AUTO)->helpers, x, h[5], (int)h[4], dst);
+            tkvi_encode_side(&s, &tkvi_helpers_scalar, x, h[5], (int)h[4], again);
+            size = s.bytes;
+            encoded = (tkv_status)-(memcmp(dst, again, size) != 0);
+            decoded = TKV_OK;
+            tkvi_decode_side(&s, dst, 0, (int)h[4], y, h[2]);
+        } else {
+            c.format = (tkv_format)h[0];
+            c.side = (tkv_side)h[1];
+            c.head_dim = (int)h[2];
+            c.group_size = (int)h[3];
+            size = tkv_encoded_size(&c);
+            dst = (unsigned char *)malloc(size + 1);
+            if (!dst) return 1;
+            memset(dst, 0xa5, size + 1);
+            encoded = tkv_encode(&c, x, (ptrdiff_t)h[5], (int)h[4], dst, size);
+            decoded = tkv_decode(&c, dst, size, (int)h[4], y, 0);
+        }
         memcpy(out, y, sizeof out);
         put((uint32_t)size);
         put((uint32_t)encoded);
@@ -146,35 +195,79 @@ KINDS = {
     "ties": ties,
     "half ties": half_ties,
     "float bits": float_bits,
+    "uneven columns": lambda r, x: np.round(3 * x**3) * (r.random(x.shape[1]) < 0.8) + np.where(
+        r.random(x.shape[1]) < 0.2, 1, 0.125) * x,
+    "heavy tails": lambda r, x: r.standard_t(1.5, x.shape),
+    "two values": lambda r, x: np.where(x > 1, 7.0, -0.25) * np.sign(x[:1]),
+    "nothing": lambda r, x: np.zeros(x.shape),
+    "huge": lambda r, x: x * 10.0 ** r.uniform(4, 36),
+    "tiny": lambda r, x: x * 10.0 ** r.uniform(-44, -10),
     "scales": lambda r, x: x * 10.0 ** r.uniform(-4, 4, x.shape[1]),
 }
 
 
-def make_case(seed, name, which, dim, group, n, kind):
+def make_share(r, which, dim, x):
+    """Anything that a table may say: widths, an order with what is no channel last, means, a window for x."""
+    pad = round_up(dim, 16)
+    tiles = r.integers(0, pad // 4 + 1) if r.random() < 0.3 else pad // 4
+    widths = r.integers(int(r.integers(0, 2)), int(r.integers(2, 8)), tiles)
+    order = np.concatenate([r.permutation(dim), np.arange(dim, pad)])
+    means = x.mean(axis=0, dtype=np.float64)[order % dim]
+    means += r.choice([0.0, 1.0, 600.0]) * r.standard_normal(pad)
+    mean = np.clip(means, -65504, 65504).astype(np.float16).astype(np.float32)
+    mean[dim:] = 0
+    largest = float(np.abs(x).max())
+    top = int(np.frexp(largest)[1] + r.integers(-3, 6)) if r.random() < 0.8 else int(r.integers(-96, 97))
+    return Share(max(-96, min(96, top)), sorted(int(w) for w in widths if w), order, mean,
+                 int(r.choice([2, 3, 4, 6, 8])))
+
+
+def make_case(seed, name, which, dim, group, n, kind, share=False):
     r = np.random.default_rng(seed)
     stride = dim + int(r.integers(0, 2)) * int(r.integers(0, 100))
     x = KINDS[kind](r, r.standard_normal((n, dim))).astype(np.float32)
     padded = np.full((n, stride), np.float32(np.nan))  # what is beyond the head must not be read
     padded[:, :dim] = x
-    return (seed, name, which, dim, group, n, kind), x, padded
+    said = make_share(r, which, dim, x) if share else None
+    return (seed, name, which, dim, group, n, kind, share), x, padded, said
 
 
 def all_cases(seed, count):
     """Every format with every usual head size, then random ones."""
     r = np.random.default_rng(seed)
     formats, kinds = list(FORMATS), list(KINDS)
-    for dim in (48, 64, 80, 96, 112, 128, 192, 256, 1, 2, 15, 17, 31, 33, 65, 127, 255):
+    for dim in (16, 48, 64, 80, 96, 112, 128, 192, 256, 1, 2, 15, 17, 31, 33, 65, 127, 255):
         for name in formats:
             for which in (K, V):
                 n = TOKENS if r.random() < 0.5 else int(r.integers(1, TOKENS + 1))
                 yield make_case(int(r.integers(2**31)), name, which, dim, int(r.choice([64, 32])), n,
                                 kinds[int(r.integers(len(kinds)))])
+        for name in SHARED:
+            for share in (False, True):
+                n = TOKENS if r.random() < 0.5 else int(r.integers(1, TOKENS + 1))
+                yield make_case(int(r.integers(2**31)), name, SHARED[name][1], dim, 64, n,
+                                kinds[int(r.integers(len(kinds)))], share)
     for i in range(count):
         dim = int(r.integers(1, 257)) if i % 4 == 0 else int(r.integers(1, 81))
         n = TOKENS if r.random() < 0.3 else int(r.integers(1, TOKENS + 1))
         name = formats[int(r.integers(0 if i % 3 == 0 else 3, len(formats)))]  # more of those with codes
         yield make_case(int(r.integers(2**31)), name, int(r.integers(2)), dim, int(r.choice([64, 32])), n,
                         kinds[i % len(kinds)])
+        name = list(SHARED)[int(r.integers(len(SHARED)))]
+        yield make_case(int(r.integers(2**31)), name, SHARED[name][1], dim, 64, n, kinds[i % len(kinds)],
+                        i % 3 > 0)
+
+
+def words(case, padded, share):
+    """A case as PROGRAM reads it."""
+    _, name, which, dim, group, n, _, _ = case
+    number = (SHARED if name in SHARED else FORMATS)[name][0]
+    out = struct.pack("<7I", number, which, dim, group, n, padded.shape[1], share is not None)
+    if share:
+        out += struct.pack("<10I", *(share.widths.count(w) for w in range(1, 9)), share.half_bits,
+                           share.top + 1000)
+        out += share.order.astype("<u4").tobytes() + share.mean.astype("<f4").tobytes()
+    return out + padded.astype("<f4").tobytes()
 
 
 def build(directory, flags):
@@ -196,10 +289,10 @@ def first_difference(a, b):
     return int(np.flatnonzero(a != b)[0]), int(np.count_nonzero(a != b))
 
 
-def compare(case, x, answer, at):
+def compare(case, x, share, answer, at):
     """What is wrong with one answer, or None; and where the next one begins."""
-    _, name, which, dim, group, n, _ = case
-    side = Side(name, which, dim, group)
+    _, name, which, dim, group, n, _, _ = case
+    side = Side(name, which, dim, group, share)
     size, encoded, decoded = struct.unpack_from("<Iii", answer, at)
     at += 12
     data = np.frombuffer(answer, np.uint8, size, at)
@@ -242,21 +335,19 @@ def main():
         else:
             flags.append(a)
     passed = failed = 0
-    np.seterr(under="ignore", over="ignore")
+    np.seterr(under="ignore", over="ignore", divide="ignore")
     with tempfile.TemporaryDirectory() as directory:
         program = build(directory, flags)
         if not program:
             print("0 passed, 1 failed")
             return 1
         cases = list(all_cases(seed, count))
-        query = b"".join(
-            struct.pack("<6I", FORMATS[c[1]][0], c[2], c[3], c[4], c[5], padded.shape[1])
-            + padded.astype("<f4").tobytes() for c, _, padded in cases)
+        query = b"".join(words(case, padded, share) for case, _, padded, share in cases)
         done = subprocess.run(program, input=query, capture_output=True)
     at = 0
-    for case, x, _ in cases:
+    for case, x, _, share in cases:
         try:
-            wrong, at = compare(case, x, done.stdout, at)
+            wrong, at = compare(case, x, share, done.stdout, at)
         except (struct.error, ValueError):
             print("the program stopped with status %d before this case: %s" % (done.returncode, (case,)))
             failed += 1

@@ -25,6 +25,7 @@ typedef struct ledger {
     size_t held, peak;
     long count;        /* allocations asked for */
     long fail_from;    /* the first that fails, counting from 1; 0: none */
+    size_t refused;    /* size of the last one that failed */
     long fail_n;       /* how many in a row fail */
     int poison, wrong; /* byte; guards or calls that were not right */
     size_t sizes[SIZES];
@@ -46,7 +47,10 @@ static void *book_alloc(void *user, size_t size, size_t align) {
     l->count++;
     if (l->n_sizes < SIZES) l->sizes[l->n_sizes++] = size;
     if (align != 64 || size == 0) l->wrong++;
-    if (l->fail_from && l->count >= l->fail_from && l->count < l->fail_from + l->fail_n) return NULL;
+    if (l->fail_from && l->count >= l->fail_from && l->count < l->fail_from + l->fail_n) {
+        l->refused = size;
+        return NULL;
+    }
     p = (piece *)malloc(sizeof *p);
     if (!p) exit(2);
     p->raw = (char *)malloc(size + 2 * GUARD + 3 * 64);
@@ -117,7 +121,17 @@ static tkv_config config(int layers, int seqs) {
     cfg.v_head_dim = 17;
     cfg.max_seqs = seqs;
     cfg.isa = tkv_test_isa();
+    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
     return cfg;
+}
+
+/* Formats whose heads share a layer's bytes: blocks wait until there is a table. */
+static void share(tkv_config *cfg) {
+    cfg->warm.k = TKV_A40;
+    cfg->warm.v = TKV_R40;
+    cfg->archive.k = TKV_A25;
+    cfg->archive.v = TKV_R15;
 }
 
 static tkv_cache *make(const tkv_config *cfg) {
@@ -225,7 +239,7 @@ static void adds_up(const tkv_cache *kv, const char *what) {
               (unsigned long)book.held);
     CHECK_MSG(m.peak == book.peak, "%s: peak %lu and %lu", what, (unsigned long)m.peak,
               (unsigned long)book.peak);
-    sum = m.tables + m.index + m.scratch + m.slack;
+    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         sum += m.tier[tier].codes + m.tier[tier].metadata;
         tokens += m.tier[tier].tokens;
@@ -295,6 +309,8 @@ static tkv_status step_of(tkv_cache *kv, int step) {
     return step == 60 ? tkv_flush(kv, 0, TKV_FLUSH_ALL) : tkv_flush(kv, 2, TKV_FLUSH_DUE);
 }
 
+enum { KINDS = 5 };
+
 static tkv_config history_config(int kind, tkv_layer_config *layers) {
     tkv_config cfg = config(LAYERS, SEQS);
     if (kind == 1) {
@@ -310,13 +326,25 @@ static tkv_config history_config(int kind, tkv_layer_config *layers) {
         layers[2].hot_tokens = 130;
         cfg.layers = layers;
         cfg.nonfinite = TKV_NONFINITE_SATURATE;
+    } else if (kind == 3) {
+        share(&cfg);
+    } else if (kind == 4) { /* one layer learns, one waits in its warm tier only, one never waits */
+        memset(layers, 0, LAYERS * sizeof *layers);
+        share(&cfg);
+        layers[1].warm.k = layers[1].warm.v = TKV_Q8;
+        layers[2].warm.k = layers[2].warm.v = layers[2].archive.k = layers[2].archive.v = TKV_KIVI3;
+        cfg.layers = layers;
+        cfg.allocation_unit = 16;
+        cfg.quality_heads = 5; /* and a meter */
+        cfg.quality_tokens = 192;
+        cfg.quality_every = 1;
     }
     return cfg;
 }
 
 TEST(total_is_what_was_handed_out) {
     int kind, step, poison;
-    for (kind = 0; kind < 3; kind++)
+    for (kind = 0; kind < KINDS; kind++)
         for (poison = 0; poison < 256; poison += 0xab) { /* 0 and 0xab */
             tkv_layer_config layers[LAYERS];
             tkv_config cfg = history_config(kind, layers);
@@ -344,7 +372,7 @@ TEST(poison_does_not_show) {
     tkv_rng rng = tkv_rng_seed(3);
     int kind, step, i, seq, layer;
     tkv_rng_fill(&rng, q, COUNT(q), 1.0);
-    for (kind = 0; kind < 3; kind++) {
+    for (kind = 0; kind < KINDS; kind++) {
         tkv_cache *kv[COUNT(poisons)];
         ledger books[COUNT(poisons)];
         tkv_layer_config layers[LAYERS];
@@ -434,6 +462,13 @@ static void fail_each(int kind, int more, int stride) {
                 continue;
             }
             met = 1;
+            if (st == TKV_OK) { /* a second table waits for memory instead; the history is another one then */
+                CHECK_EQ(book.refused, kv->tables.version_bytes);
+                book.fail_from = 0;
+                picture_free(&was);
+                met = 2;
+                continue;
+            }
             CHECK_MSG(st == TKV_ERR_NOMEM, "allocation %ld, step %d: %s", n, step, tkv_status_text(st));
             CHECK(tkv_last_error(kv)[0] != 0);
             is = picture_of(kv);
@@ -451,7 +486,7 @@ static void fail_each(int kind, int more, int stride) {
             whole(kv, "again in step", step);
         }
         CHECK(met);
-        {
+        if (met == 1) {
             picture is = picture_of(kv);
             CHECK_MSG(same_picture(&ends, &is), "allocation %ld", n);
             picture_free(&is);
@@ -464,12 +499,12 @@ static void fail_each(int kind, int more, int stride) {
 
 TEST(each_allocation_fails_once) {
     int kind, stride = tkv_test_quick() ? 29 : 1;
-    for (kind = 0; kind < 3; kind++) fail_each(kind, 0, stride);
+    for (kind = 0; kind < KINDS; kind++) fail_each(kind, 0, kind < 3 || tkv_test_quick() ? stride : 3);
 }
 
 TEST(each_allocation_fails_and_those_after_it) {
     int kind, stride = tkv_test_quick() ? 31 : 2;
-    for (kind = 0; kind < 3; kind++) fail_each(kind, 1 << 20, stride);
+    for (kind = 0; kind < KINDS; kind++) fail_each(kind, 1 << 20, kind < 3 || tkv_test_quick() ? stride : 7);
 }
 
 /* A failed call keeps no pages: what it got before the failure goes back. Tables may stay grown. */
@@ -535,8 +570,16 @@ TEST(attention_allocates_nothing) {
     close_book();
 }
 
-/* Appends ask for whole pages and, at doublings, for bigger tables; for nothing else. */
-TEST(appends_allocate_pages_and_doublings) {
+/* Allocations of a table that has grown to `cap` entries, by a quarter each time. */
+static int steps(uint32_t cap) {
+    uint32_t had = 16;
+    int n = 1;
+    for (; had < cap; had += had / 4) n++;
+    return n;
+}
+
+/* Appends ask for whole pages and, now and then, for bigger tables; for nothing else. */
+TEST(appends_allocate_pages_and_growths) {
     int kind, i, n;
     for (kind = 0; kind < 2; kind++) { /* with a window the cache stops growing */
         tkv_config cfg = config(2, 1);
@@ -560,8 +603,9 @@ TEST(appends_allocate_pages_and_doublings) {
             if (kind && n > 1000 && tables) CHECK_EQ(tables, 3); /* first list, block table, page table */
         }
         CHECK(pages >= (long)kv->pool.n_pages);
-        CHECK_LE(tables, kind ? 3 : 3 + 2 * 4 + 1); /* doublings of 16 up to 3000 / 64 blocks in 2 layers */
-        CHECK_LE(pages, 2 * (3000 / 64 + 1) * 3);   /* at most one per block and move */
+        if (kind) CHECK_EQ(tables, 3);
+        else CHECK_EQ(tables, steps(kv->pool.block_cap) + steps(kv->pool.page_cap) + steps(kv->seq[0].cap));
+        CHECK_LE(pages, 2 * (3000 / 64 + 1) * 3); /* at most one per block and move */
         tkv_destroy(kv);
         close_book();
     }
@@ -573,8 +617,8 @@ TEST(page_waste_is_bounded) {
     static const int dims[] = {16, 64, 80, 96, 128, 256}, heads[] = {1, 2, 8};
     static const tkv_format warm[] = {TKV_KIVI4, TKV_Q8, TKV_KIVI3},
                             archive[] = {TKV_KIVI2, TKV_KIVI4, TKV_KIVI3};
-    int d, h, f, lengths[] = {5000, 20000}, l, group;
-    double worst = 0;
+    int d, h, f, lengths[] = {5000, 20000}, l, group, n = 0;
+    double share, sum = 0;
     for (d = 0; d < COUNT(dims); d++)
         for (h = 0; h < COUNT(heads); h++)
             for (f = 0; f < COUNT(warm); f++)
@@ -602,11 +646,12 @@ TEST(page_waste_is_bounded) {
                             if (shape.size_class[c].slots < 64 && left > waste) waste = left;
                         }
                         CHECK_LE(m.slack, (size_t)shape.n_classes * shape.page_bytes + pages * waste);
-                        CHECK_LE((double)waste / (double)shape.page_bytes, 0.125);
-                        if ((double)waste / (double)shape.page_bytes > worst)
-                            worst = (double)waste / (double)shape.page_bytes;
+                        share = (double)m.slack / (double)m.total;
+                        CHECK_LE(share, 0.06);
+                        sum += share;
+                        n++;
                     }
-    CHECK_LE(worst, 0.125);
+    CHECK_LE(sum / n, 0.015);
 }
 
 /* Whatever the history, pages in use are what the blocks need. */
@@ -665,26 +710,35 @@ static void borders(const place *p) {
 typedef struct shape {
     int layers, seqs, tokens, append, sink, hot, warm, window, dims, v_dims, heads;
     tkv_format f;
+    int shared;
 } shape;
 
 static const shape shapes[] = {
-    {1, 1, 1, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {1, 1, 4, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {1, 1, 5, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {2, 2, 64, 1, TKV_NONE, 0, 0, 0, 16, 7, 2, TKV_F32},
-    {2, 2, 68, 512, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT},
-    {1, 1, 1024, 0, TKV_NONE, TKV_ALL, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {1, 2, 1024, 64, TKV_NONE, TKV_NONE, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {3, 2, 1500, 0, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT},
-    {3, 2, 1500, 1, 0, 0, 0, 0, 10, 17, 2, TKV_BF16},
-    {2, 3, 777, 100, 64, 100, 130, 0, 48, 32, 1, TKV_F32},
-    {2, 1, 2000, 300, 0, 0, TKV_ALL, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {2, 1, 2000, 300, 0, 0, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {2, 1, 2000, 64, 0, 0, 0, 100, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {2, 2, 2000, 512, 0, 100, 64, 1, 16, 16, 1, TKV_F32},
-    {2, 1, 2000, 512, TKV_NONE, TKV_ALL, 0, 300, 16, 16, 1, TKV_FORMAT_DEFAULT},
-    {1, 1, 2000, 20, 17, 1, 1, 0, 20, 16, 1, TKV_FORMAT_DEFAULT},
-    {1, 1, 1000, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT}};
+    {1, 1, 1, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 4, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 5, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 2, 64, 1, TKV_NONE, 0, 0, 0, 16, 7, 2, TKV_F32, 0},
+    {2, 2, 68, 512, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 1024, 0, TKV_NONE, TKV_ALL, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 2, 1024, 64, TKV_NONE, TKV_NONE, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {3, 2, 1500, 0, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 0},
+    {3, 2, 1500, 1, 0, 0, 0, 0, 10, 17, 2, TKV_BF16, 0},
+    {2, 3, 777, 100, 64, 100, 130, 0, 48, 32, 1, TKV_F32, 0},
+    {2, 1, 2000, 300, 0, 0, TKV_ALL, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 1, 2000, 300, 0, 0, TKV_NONE, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 1, 2000, 64, 0, 0, 0, 100, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {2, 2, 2000, 512, 0, 100, 64, 1, 16, 16, 1, TKV_F32, 0},
+    {2, 1, 2000, 512, TKV_NONE, TKV_ALL, 0, 300, 16, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 2000, 20, 17, 1, 1, 0, 20, 16, 1, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 1000, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT, 0},
+    {1, 1, 300, 0, 0, 0, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
+    {3, 2, 1500, 0, 0, 0, 0, 0, 10, 17, 2, TKV_FORMAT_DEFAULT, 1},
+    {1, 2, 1100, 1, TKV_NONE, TKV_NONE, TKV_NONE, 0, 16, 16, 1, TKV_F32, 1},
+    {2, 1, 2000, 300, 0, 0, TKV_ALL, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
+    {2, 4, 400, 64, 0, 30, 100, 0, 48, 80, 3, TKV_FORMAT_DEFAULT, 1},
+    {1, 1, 2000, 512, 0, 100, 64, 100, 20, 33, 1, TKV_F32, 1},
+    {1, 1, 1024, 0, TKV_NONE, TKV_ALL, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
+    {1, 1, 1500, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT, 1}};
 
 static tkv_config config_of(const shape *s) {
     tkv_config cfg = config(s->layers, s->seqs);
@@ -698,6 +752,7 @@ static tkv_config config_of(const shape *s) {
     cfg.warm_tokens = s->warm;
     cfg.window = s->window;
     cfg.hot.k = cfg.hot.v = s->f;
+    if (s->shared) share(&cfg);
     return cfg;
 }
 
@@ -750,7 +805,9 @@ TEST(in_place_holds_everything) {
                 borders(&p);
                 a = picture_of(kv);
                 b = picture_of(other);
-                CHECK_MSG(same_picture(&a, &b), "shape %d chunk %d", i, chunks[c]);
+                /* in the second round one of them has a table from its flush */
+                CHECK_MSG(same_picture(&a, &b) || (round && shapes[i].shared), "shape %d chunk %d", i,
+                          chunks[c]);
                 picture_free(&a);
                 picture_free(&b);
                 CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
@@ -863,6 +920,7 @@ TEST(sizes_do_not_wrap) {
     cfg.max_tokens = (1 << 30) - 1;
     cfg.hot_tokens = TKV_ALL;
     cfg.hot.k = cfg.hot.v = TKV_F32;
+    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4;
     cfg.allocator = open_book(0);
     book.fail_from = 1;
     book.fail_n = 1 << 30;
@@ -896,15 +954,6 @@ TEST(sizes_do_not_wrap) {
 }
 
 /* >>the estimate */
-/* 1 if the larger is the smaller one plus a doubling of one of its tables. */
-static int one_doubling(const tkv_cache *kv, size_t larger, size_t smaller) {
-    const tkvi_pool *pool = &kv->pool;
-    size_t d = larger - smaller;
-    size_t lists = (size_t)kv->seq[0].cap / 2 * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
-    return d == pool->block_cap / 2 * sizeof(tkvi_block) || d == pool->page_cap / 2 * sizeof(tkvi_page) ||
-           (d && d % lists == 0 && d / lists <= (size_t)kv->tables.cfg.max_seqs);
-}
-
 typedef struct tally {
     int compared, index;
 } tally;
@@ -913,13 +962,13 @@ static size_t hot_block_bytes(const tkv_cache *kv) { /* the largest of any layer
     size_t most = 0;
     int c;
     for (c = 0; c < kv->tables.n_codings; c++)
-        if (kv->tables.coding[c].block_bytes > most) most = kv->tables.coding[c].block_bytes;
+        if (kv->tables.coding[c].bytes.total > most) most = kv->tables.coding[c].bytes.total;
     return most;
 }
 
 static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs, tally *t) {
     tkv_memory_info e, m;
-    int tier;
+    int tier, blocks = cfg->n_layers * seqs;
     CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
     CHECK_EQ(tkv_estimate(cfg, n, seqs, &e), TKV_OK);
     t->compared++;
@@ -939,17 +988,17 @@ static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, 
     CHECK_EQ(e.total - e.index, m.total - m.index);
     if (e.index != m.index) {
         t->index++;
-        CHECK_MSG(m.index > e.index && one_doubling(kv, m.index, e.index),
+        CHECK_MSG(m.index > e.index && m.index <= 2 * e.index,
                   "index of %d tokens, %d sequences: estimate %lu, truth %lu", n, seqs,
                   (unsigned long)e.index, (unsigned long)m.index);
     } else {
         CHECK_NEAR(e.ratio, m.ratio, 1e-12);
     }
-    /* The estimate knows no history: a table is there twice while it doubles, a block while it is recoded,
-     * and a tail was longer by a block before its oldest one moved. */
+    /* The estimate knows no history: a table is there twice while it grows, a block while it is recoded,
+     * and a tail was longer by a block before its oldest one moved, or by those that waited for a table. */
+    if (kv->tables.plan[0].shared[TKV_ARCHIVE]) blocks += cfg->n_layers * TKVI_LEARN / BLOCK;
     CHECK(m.peak >= e.total);
-    CHECK_LE(m.peak, e.peak + m.index + 2 * kv->tables.page_bytes +
-                         (size_t)(cfg->n_layers * seqs) * hot_block_bytes(kv));
+    CHECK_LE(m.peak, e.peak + m.index + 2 * kv->tables.page_bytes + (size_t)blocks * hot_block_bytes(kv));
 }
 
 TEST(estimate_equals_memory) {
@@ -967,6 +1016,8 @@ TEST(estimate_equals_memory) {
         estimate_is_true(kv, &cfg, 0, cfg.max_seqs, &t);
         for (n = 1; n <= most; n++) {
             for (seq = 0; seq < cfg.max_seqs; seq++) CHECK_EQ(feed_all(kv, seq, seq, 1, 1), TKV_OK);
+            /* who came before there was a table depends on the order: the estimate means one after the other */
+            if (shapes[i].shared && n <= 512 && n * cfg.max_seqs > 512) continue;
             if (n < 70 || n % 64 < 7 || n % 13 == 0 || n == most)
                 estimate_is_true(kv, &cfg, n, cfg.max_seqs, &t);
         }
@@ -1045,7 +1096,7 @@ TEST(peak_of_a_prompt) {
         page = kv->tables.page_bytes;
         /* above the end: one layer's exact chunk while it is recoded, a page per size, a table's old half */
         hot = (size_t)(chunks[i] / BLOCK + 1) *
-              kv->tables.coding[kv->tables.plan[0].coding[TKV_HOT]].block_bytes;
+              kv->tables.coding[kv->tables.plan[0].coding[TKV_HOT]].bytes.total;
         CHECK_LE(m.peak, m.total + hot + 4 * page + m.index);
         tkv_destroy(kv);
         close_book();
@@ -1099,7 +1150,7 @@ int main(int argc, char **argv) {
     RUN(each_allocation_fails_and_those_after_it);
     RUN(failed_appends_keep_no_pages);
     RUN(attention_allocates_nothing);
-    RUN(appends_allocate_pages_and_doublings);
+    RUN(appends_allocate_pages_and_growths);
     RUN(page_waste_is_bounded);
     RUN(pages_do_not_fragment);
     RUN(in_place_holds_everything);

@@ -2,12 +2,11 @@
  * test_model.c - real models on real text: tokens, losses, greedy text against plain arrays, chunks against
  * single tokens, and what the tiers do to the distribution of the next token.
  *
- * cc -O2 tests/test_model.c -o test_model -lm && ./test_model [filter | --list]
+ * cc -O2 tests/test_model.c tests/compile/impl.c -o test_model -lm && ./test_model [filter | --list]
  *
  * Models and texts are those of tkv_test_data(). SmolLM2 is the file that TKV_SMOLLM2 names, or the one that
  * `make model` puts into build/models. What is absent is skipped.
  */
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "../examples/llama.h"
@@ -331,7 +330,9 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
     double sum = 0;
     size_t i;
     cfg.hot.k = cfg.hot.v = TKV_F32; /* rounding to F16 would turn last bits into larger steps */
-    cfg.warm_tokens = 128;           /* so that the archive gets its share */
+    cfg.warm.k = cfg.warm.v = TKV_KIVI4;
+    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
+    cfg.warm_tokens = 128; /* so that the archive gets its share */
     a = new_cache(m, &cfg);
     b = new_cache(m, &cfg);
     *far = 0;
@@ -384,8 +385,9 @@ TEST(chunks_are_single_tokens) {
 }
 
 /* >>what the tiers cost, read on the decode path */
-enum { EXACT, KIVI4, TIERS, HALF, PLANS };
-static const char *const plan_names[PLANS] = {"exact, F32", "KIVI-4", "three tiers", "exact, F16"};
+enum { EXACT, KIVI4, TIERS, SHARED, HALF, PLANS };
+static const char *const plan_names[PLANS] = {"exact, F32", "KIVI-4", "KIVI-4, KIVI-2", "A4/R4, A3/R2",
+                                              "exact, F16"};
 
 typedef struct quality {
     double loss, kl; /* per token */
@@ -404,14 +406,26 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
     int p, w, pos, chunk, j;
     cfg[EXACT] = all_of(TKV_F32);
     cfg[HALF] = all_of(TKV_F16);
-    cfg[KIVI4] = cfg[TIERS] = tkv_config_default();
-    cfg[KIVI4].archive.k = cfg[KIVI4].archive.v = TKV_KIVI4;
+    cfg[KIVI4] = cfg[TIERS] = cfg[SHARED] = tkv_config_default();
+    cfg[KIVI4].warm.k = cfg[KIVI4].warm.v = TKV_KIVI4;
+    cfg[TIERS].warm = cfg[KIVI4].archive = cfg[KIVI4].warm;
+    cfg[TIERS].archive.k = cfg[TIERS].archive.v = TKV_KIVI2;
+    cfg[SHARED].warm.k = TKV_A40;
+    cfg[SHARED].warm.v = TKV_R40;
+    cfg[SHARED].archive.k = TKV_A30;
+    cfg[SHARED].archive.v = TKV_R20;
     for (p = 0; p < plans; p++) {
         cfg[p].warm_tokens = warm;
         kv[p] = new_cache(m, &cfg[p]);
         logits[p] = (float *)malloc(128 * vocab * sizeof **logits);
         memset(&out[p], 0, sizeof out[p]);
     }
+    for (pos = 0; pos < n && SHARED < plans;
+         pos += chunk) { /* its tables are there from the first block on */
+        chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
+        CHECK_EQ(llama_forward(m, kv[SHARED], 0, tokens + pos, chunk, logits[SHARED], chunk), TKV_OK);
+    }
+    if (SHARED < plans) CHECK_EQ(tkv_calibration_freeze(kv[SHARED]), TKV_OK);
     for (w = 0; w < windows; w++, tokens += n) {
         for (p = 0; p < plans; p++) CHECK_EQ(tkv_reset(kv[p], 0), TKV_OK);
         for (pos = 0; pos < n; pos += chunk) {
@@ -427,20 +441,23 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
                 }
             }
         }
-        CHECK_EQ(tkv_tier_counts(kv[TIERS], 0, m->n_layers - 1, &tiers), TKV_OK);
-        CHECK_EQ(tiers.tokens[TKV_WARM], warm);
-        CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+        for (p = TIERS; p <= SHARED && p < plans; p++) {
+            CHECK_EQ(tkv_tier_counts(kv[p], 0, m->n_layers - 1, &tiers), TKV_OK);
+            CHECK_EQ(tiers.tokens[TKV_WARM], warm);
+            CHECK_LE(64, tiers.tokens[TKV_ARCHIVE]);
+        }
     }
     printf("\n    %d windows of %d tokens, %d warm      perplexity  KL        same choice", windows, n, warm);
     for (p = 0; p < plans; p++) {
         out[p].loss /= count - windows;
-        printf("\n      %-12s %35.4f  %.6f  %5.1f %%", plan_names[p], exp(out[p].loss), out[p].kl,
+        printf("\n      %-14s %33.4f  %.6f  %5.1f %%", plan_names[p], exp(out[p].loss), out[p].kl,
                100 * out[p].same);
         tkv_destroy(kv[p]);
         free(logits[p]);
     }
     CHECK_LE(1e-5, out[KIVI4].kl); /* something was compressed */
     CHECK_LE(1.5 * out[KIVI4].kl, out[TIERS].kl);
+    if (SHARED < plans) CHECK_LE(1.5 * out[SHARED].kl, out[TIERS].kl);
 }
 
 TEST(quality_stories15M) {

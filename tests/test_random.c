@@ -2,9 +2,10 @@
  * test_random.c - random calls against a model that is plain arrays of floats.
  *
  * The model keeps, per layer, every token as it came, every token as it must read now, and a list of blocks;
- * it follows the manual: what ages when, in whole blocks, what a cut may cut. Coded values come from
- * tkv_encode and tkv_decode. After every call the cache must read as the model, to the bit, and check itself.
- * A call that runs out of memory must have changed nothing.
+ * it follows the manual: what ages when, in whole blocks, what a cut may cut, what waits until a layer has
+ * learned enough for a table. Coded values come from tkv_encode and tkv_decode, or, where heads share a layer's
+ * bytes, from the records of the table that the cache made. After every call the cache must read as the model,
+ * to the bit, and check itself. A call that runs out of memory must have changed nothing.
  *
  *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_random     calls per config, first seed
  */
@@ -66,6 +67,8 @@ typedef struct mblock {
 typedef struct mlayer {
     int own, sink, hot, warm, keep, margin, window, source; /* the plan, in tokens */
     tkv_pair pair[TKV_TIER_COUNT];
+    int shared[TKV_TIER_COUNT], learns; /* needs a table; one of them does */
+    int seen, made;                     /* tokens since it listens, -1: it does not; tables so far */
 } mlayer;
 
 typedef struct mlist {
@@ -81,7 +84,6 @@ static int in_step[SEQS], group, max_append;
 static float k_in[3 * LONGEST * K_ROW], v_in[3 * LONGEST * V_ROW], k_out[LONGEST * K_ROW],
     v_out[LONGEST * V_ROW];
 static tkv_rng rng;
-static tkv_cache *kv;
 static purse memory;
 static uint64_t seed;
 static int op_number;
@@ -104,11 +106,40 @@ static int dropped_of(const mlist *m) {
     return m->n > m->first ? m->block[m->first].start : m->first ? m->len : 0;
 }
 
+static tkv_cache *kv;
+
+/* By the table that is used now; alone, the sides of a record know nothing of the cache. */
+static void through_table(int layer, mlist *m, int tier, int start, int n) {
+    static uint8_t bytes[64 * 1024];
+#ifdef __FAST_MATH__ /* only there do vectors give other bytes */
+    const tkvi_helpers *helpers = kv->kernels->helpers;
+#else
+    const tkvi_helpers *helpers = &tkvi_helpers_scalar;
+#endif
+    int h;
+    for (h = 0; h < KV_HEADS; h++) {
+        const tkvi_record *r =
+            &kv->tables.coding[tkvi_coding_of(&kv->tables, layer, (tkv_tier)tier)].record[h];
+        tkvi_side k = r->k;
+        k.start = start;
+        CHECK(r->k.bytes <= sizeof bytes && r->v.bytes <= sizeof bytes);
+        tkvi_encode_side(&k, helpers, &m->k_now[start][h * DIM], K_ROW, n, bytes);
+        tkvi_decode_side(&r->k, bytes, 0, n, &m->k_now[start][h * DIM], K_ROW);
+        tkvi_encode_side(&r->v, helpers, &m->v_now[start][h * V_DIM], V_ROW, n, bytes);
+        tkvi_decode_side(&r->v, bytes, 0, n, &m->v_now[start][h * V_DIM], V_ROW);
+    }
+}
+
 static void through(const mlayer *p, mlist *m, int tier, int start, int n) {
     static uint8_t bytes[64 * 1024];
     int h;
+    if (p->shared[tier]) {
+        through_table((int)(p - plan), m, tier, start, n);
+        return;
+    }
     for (h = 0; h < KV_HEADS; h++) {
         tkv_codec c;
+        memset(&c, 0, sizeof c);
         c.format = p->pair[tier].k;
         c.side = TKV_K;
         c.head_dim = DIM;
@@ -125,6 +156,26 @@ static void through(const mlayer *p, mlist *m, int tier, int start, int n) {
 
 static int same_pair(tkv_pair a, tkv_pair b) { return a.k == b.k && a.v == b.v; }
 
+/* A table comes when the layer has seen enough, or is asked to; not while a step is open in a sequence of the call. */
+static void learn(int layer, int forced) {
+    mlayer *p = &plan[layer];
+    int s, i, held = 0; /* what was seen may be gone */
+    for (s = 0; s < SEQS; s++)
+        for (i = list[s][layer].first; i < list[s][layer].n; i++) {
+            const mblock *b = &list[s][layer].block[i];
+            if (!b->sink && b->tier != TKV_ARCHIVE) held += block_end(&list[s][layer], i) - b->start;
+        }
+    forced = forced && !p->made;
+    if (!p->learns || p->seen < (forced ? 1 : 512) || held < (forced ? 1 : BLOCK)) return;
+    p->seen = -1;
+    p->made++;
+}
+
+static void heard(int layer, int n) {
+    mlayer *p = &plan[layer];
+    if (p->learns && p->seen >= 0) p->seen = p->seen + n < TKVI_LEARN_WELL ? p->seen + n : TKVI_LEARN_WELL;
+}
+
 /* What is due at this length; `hot` is 0 in a flush, `partial` takes an unfinished block too. */
 static void age(int seq, int layer, int hot, int partial) {
     const mlayer *p = &plan[layer];
@@ -138,6 +189,7 @@ static void age(int seq, int layer, int hot, int partial) {
         if (b->sink || b->tier == TKV_ARCHIVE) continue;
         if (b->tier == TKV_HOT && i + 1 == m->n && end - b->start < BLOCK && !partial) continue;
         due = years < hot ? TKV_HOT : years - hot < p->warm ? TKV_WARM : TKV_ARCHIVE;
+        while (p->shared[due] && !p->made) due--;
         if (due <= b->tier) continue;
         if (!same_pair(p->pair[b->tier], p->pair[due])) through(p, m, due, b->start, end - b->start);
         b->tier = due;
@@ -194,8 +246,9 @@ static float bound_of(const mlayer *p, int tier, int side) {
     int t;
     for (t = TKV_WARM; t <= tier; t++) {
         tkv_format f = side ? p->pair[t].v : p->pair[t].k;
-        /* half a step of the widest range; an exact format rounds */
-        if (f >= TKV_Q8) sum += 2.2f / (float)((1 << tkvi_formats[f].bits) - 1);
+        /* half a step of the widest range; an exact format rounds; a channel may have no bits at all */
+        if (tkvi_formats[f].shared || tkvi_is_kvquant(f)) sum += 9.0f;
+        else if (f >= TKV_Q8) sum += 2.2f / (float)((1 << tkvi_formats[f].bits) - 1);
         else sum += f == TKV_BF16 ? 0.01f : 0.001f;
     }
     return sum;
@@ -331,10 +384,12 @@ static tkv_status call_append(int seq, int layer, int n) {
     tkv_status st;
     if (m->len + n > LONGEST) n = LONGEST - m->len;
     fresh_rows(n);
+    if (n > 0 && n <= step_room(seq, layer) && !in_step[seq]) learn(layer, 0);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (n > step_room(seq, layer)) OK(st == TKV_ERR_CAPACITY, "%s", tkv_status_text(st));
     else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
     if (!st) store(seq, layer, k_in, v_in, n);
+    if (!st) heard(layer, n);
     return st;
 }
 
@@ -349,7 +404,7 @@ static tkv_status call_append_all(int seq) {
 static tkv_status call_batch(void) {
     tkv_rows rows[SEQS];
     tkv_append_params p;
-    int i, at = 0, full = 0, total, first = pick(SEQS), n_rows = 1 + pick(SEQS);
+    int i, at = 0, full = 0, open = 0, total, first = pick(SEQS), n_rows = 1 + pick(SEQS);
     tkv_status st;
     memset(&p, 0, sizeof p);
     p.layer = own_layer();
@@ -358,6 +413,7 @@ static tkv_status call_batch(void) {
         rows[i].n = pick(4) ? some_tokens() : 0;
         if (list[rows[i].seq][p.layer].len + rows[i].n > LONGEST) rows[i].n = 0;
         full |= rows[i].n > step_room(rows[i].seq, p.layer);
+        open |= in_step[rows[i].seq];
         at += rows[i].n;
     }
     total = at;
@@ -366,6 +422,7 @@ static tkv_status call_batch(void) {
     p.n_batch = n_rows;
     p.k = k_in;
     p.v = v_in;
+    if (!full && total && !open) learn(p.layer, 0);
     st = tkv_append_ex(kv, &p);
     if (full) OK(st == TKV_ERR_CAPACITY, "%s", tkv_status_text(st));
     else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
@@ -373,12 +430,21 @@ static tkv_status call_batch(void) {
         store(rows[i].seq, p.layer, k_in + at * K_ROW, v_in + at * V_ROW, rows[i].n);
         at += rows[i].n;
     }
+    if (!st) heard(p.layer, total);
     return st;
+}
+
+static void learn_all(int seq, int forced) {
+    int layer;
+    for (layer = 0; layer < LAYERS && !in_step[seq]; layer++)
+        if (plan[layer].own && list[seq][layer].n > list[seq][layer].first) learn(layer, forced);
 }
 
 static tkv_status call_begin(int seq) {
     int layer;
-    tkv_status st = tkv_begin(kv, seq);
+    tkv_status st;
+    learn_all(seq, 0);
+    st = tkv_begin(kv, seq);
     if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_status_text(st));
     else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
     if (st) return st;
@@ -407,8 +473,15 @@ static tkv_status call_abort(int seq) {
     int layer;
     tkv_status st = tkv_abort(kv, seq);
     OK(st == (in_step[seq] ? TKV_OK : TKV_ERR_STATE), "%s", tkv_status_text(st));
-    for (layer = 0; layer < LAYERS && !st; layer++)
-        if (plan[layer].own) cut(seq, layer, list[seq][layer].step_len);
+    for (layer = 0; layer < LAYERS && !st; layer++) {
+        const mlist *m = &list[seq][layer];
+        if (!plan[layer].own) continue;
+        if (plan[layer].seen > 0) {
+            plan[layer].seen -= m->len - m->step_len;
+            if (plan[layer].seen < 0) plan[layer].seen = 0;
+        }
+        cut(seq, layer, m->step_len);
+    }
     in_step[seq] = 0;
     return st;
 }
@@ -436,8 +509,10 @@ static tkv_status call_truncate(int seq) {
 
 static tkv_status call_flush(int seq) {
     tkv_flush_mode mode = (tkv_flush_mode)pick(3);
-    tkv_status st = tkv_flush(kv, seq, mode);
+    tkv_status st;
     int layer;
+    learn_all(seq, mode != TKV_FLUSH_DUE);
+    st = tkv_flush(kv, seq, mode);
     if (in_step[seq]) OK(st == TKV_ERR_STATE, "%s", tkv_status_text(st));
     else OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++) {
@@ -445,6 +520,49 @@ static tkv_status call_flush(int seq) {
         if (plan[layer].own)
             age(seq, layer, mode == TKV_FLUSH_DUE || exact ? plan[layer].hot : 0, mode == TKV_FLUSH_ALL);
     }
+    return st;
+}
+
+/* Is there a version of this layer's table that no block has? */
+static int version_free(int layer) {
+    int used[TKVI_VERSIONS] = {0}, s, i, free_ones = 0;
+    used[kv->tables.current[layer] < 0 ? 0 : kv->tables.current[layer]] = kv->tables.current[layer] >= 0;
+    for (s = 0; s < SEQS; s++) {
+        const tkvi_list *l = tkvi_list_of(kv, s, layer);
+        for (i = 0; i < l->n; i++) {
+            const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, s, layer)[i]];
+            const tkvi_plan *p = &kv->tables.plan[layer];
+            int t;
+            for (t = TKV_WARM; t < TKV_TIER_COUNT; t++)
+                if (p->shared[t] && b->coding >= p->coding[t] && b->coding < p->coding[t] + TKVI_VERSIONS)
+                    used[b->coding - p->coding[t]] = 1;
+        }
+    }
+    for (i = 0; i < TKVI_VERSIONS; i++) free_ones += !used[i];
+    return free_ones;
+}
+
+/* Learns anew, or gets back what it knows itself: another version with the same numbers. */
+static tkv_status call_calibration(void) {
+    static uint8_t saved[16 * 1024];
+    size_t bytes = 0;
+    int layer, open = 0, s, room = 1;
+    tkv_status st;
+    for (s = 0; s < SEQS; s++) open |= in_step[s];
+    if (pick(2)) {
+        st = tkv_calibration_refresh(kv);
+        OK(st == (open ? TKV_ERR_STATE : TKV_OK), "%s", tkv_status_text(st));
+        for (layer = 0; layer < LAYERS && !st; layer++)
+            if (plan[layer].learns && plan[layer].seen < 0) plan[layer].seen = 0;
+        return st;
+    }
+    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+    for (layer = 0; layer < LAYERS; layer++)
+        if (plan[layer].learns && plan[layer].made) room &= version_free(layer) > 0;
+    st = tkv_calibration_load(kv, saved, bytes);
+    OK(st == (open ? TKV_ERR_STATE : room ? TKV_OK : TKV_ERR_CAPACITY), "%s", tkv_status_text(st));
+    for (layer = 0; layer < LAYERS && !st; layer++)
+        if (plan[layer].made) plan[layer].seen = -1;
     return st;
 }
 
@@ -472,6 +590,7 @@ static void call_reserve_and_use(int seq) {
 
 /* >>configs */
 static tkv_config config_of(int kind, tkv_layer_config *layers) {
+    static const tkv_pair a40_r40 = {TKV_A40, TKV_R40}, a25_r15 = {TKV_A25, TKV_R15};
     tkv_config cfg = tkv_config_default();
     cfg.n_layers = LAYERS;
     cfg.n_heads = HEADS;
@@ -481,6 +600,8 @@ static tkv_config config_of(int kind, tkv_layer_config *layers) {
     cfg.max_seqs = SEQS;
     cfg.precise = 1;
     cfg.isa = tkv_test_isa();
+    cfg.warm.k = cfg.warm.v = TKV_KIVI4;
+    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
     memset(layers, 0, LAYERS * sizeof *layers);
     if (kind == 1) { /* reads are exact all the time */
         cfg.hot.k = cfg.hot.v = cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F32;
@@ -507,6 +628,35 @@ static tkv_config config_of(int kind, tkv_layer_config *layers) {
         cfg.sink_tokens = 64;
         cfg.max_append = 100;
         cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_KIVI4; /* one coding in two tiers */
+    } else if (kind == 5) {
+        cfg.warm = a40_r40;
+        cfg.archive = a25_r15;
+        cfg.warm_tokens = 200;
+        cfg.sink_tokens = 1;
+    } else if (kind == 6) {               /* what waits where differs */
+        cfg.warm = cfg.archive = a25_r15; /* one coding in two tiers */
+        cfg.layers = layers;
+        layers[0].window = 200;
+        layers[1].warm.k = layers[1].warm.v = TKV_Q8;
+        layers[1].hot_tokens = 20;
+        layers[1].warm_tokens = 60;
+        layers[2].archive.k = layers[2].archive.v = TKV_KIVI2;
+        layers[2].sink_tokens = TKV_NONE;
+    } else if (kind == 7) { /* tables of both kinds, in one layer and apart */
+        cfg.archive.k = TKV_KVQUANT3;
+        cfg.archive.v = TKV_KVQUANT2;
+        cfg.rope.dim = DIM / 2 * 2;
+        cfg.warm_tokens = 100;
+        cfg.layers = layers;
+        layers[0].window = 300;
+        layers[1].warm.k = TKV_KVQUANT4;
+        layers[1].warm.v = TKV_R40;
+        layers[2].archive.k = TKV_A25;
+    }
+    if (kind == 2 || kind == 3 || kind == 6) { /* it must not be noticed */
+        cfg.quality_heads = 4;
+        cfg.quality_tokens = 192;
+        cfg.quality_every = 1;
     }
     return cfg;
 }
@@ -544,7 +694,11 @@ static void model_of(const tkv_config *cfg, const tkv_layer_config *layers) {
         for (t = 0; t < 3; t++) {
             p->pair[t].k = format_of(of_layer[t]->k, of_cache[t]->k, standard[t]);
             p->pair[t].v = format_of(of_layer[t]->v, of_cache[t]->v, standard[t]);
+            p->shared[t] = tkvi_formats[p->pair[t].k].shared || tkvi_formats[p->pair[t].v].shared ||
+                           tkvi_is_kvquant(p->pair[t].k) || tkvi_is_kvquant(p->pair[t].v);
         }
+        p->learns = p->own && (p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]);
+        p->seen = p->made = 0;
     }
     for (i = 0; i < LAYERS; i++) {
         mlayer *source = &plan[plan[i].source];
@@ -595,6 +749,7 @@ static void play(int kind) {
         else if (op < 84) op_name = "truncate", st = call_truncate(seq);
         else if (op < 88) op_name = "flush", st = call_flush(seq);
         else if (op < 91) op_name = "reserve and use", call_reserve_and_use(seq), mutates = 0;
+        else if (op == 91 && pick(2)) op_name = "refresh or load", st = call_calibration();
         else if (op < 93) {
             op_name = "reserve";
             st = tkv_reserve(kv, seq, some_tokens());
@@ -616,6 +771,8 @@ static void play(int kind) {
         OK(st == TKV_OK, "%s", reason);
         OK(tkv_memory(kv, &m) == TKV_OK && m.total == memory.held, "%lu held", (unsigned long)memory.held);
         OK(tkv_seq_len(kv, seq) == model_len(seq), "%d", tkv_seq_len(kv, seq));
+        for (l = 0; l < LAYERS; l++)
+            OK((kv->tables.current[l] >= 0) == (plan[l].made > 0), "layer %d has %d tables", l, plan[l].made);
         for (s = 0; s < SEQS; s++)
             for (l = 0; l < LAYERS; l++)
                 if (plan[l].own && (s == seq || op_number % 16 == 0 || op_number == ops)) compare(s, l);
@@ -630,6 +787,9 @@ TEST(exact_with_a_window) { play(1); }
 TEST(odd_lengths) { play(2); }
 TEST(layers_that_differ) { play(3); }
 TEST(exact_tail_and_a_window_of_one) { play(4); }
+TEST(allocated_and_rotated) { play(5); }
+TEST(shared_layers_that_differ) { play(6); }
+TEST(kvquant_and_shared) { play(7); }
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
@@ -638,5 +798,8 @@ int main(int argc, char **argv) {
     RUN(odd_lengths);
     RUN(layers_that_differ);
     RUN(exact_tail_and_a_window_of_one);
+    RUN(allocated_and_rotated);
+    RUN(shared_layers_that_differ);
+    RUN(kvquant_and_shared);
     return tkv_test_end();
 }

@@ -78,6 +78,8 @@ static tkv_config config(int layers, int seqs) {
     cfg.v_head_dim = V_DIM;
     cfg.max_seqs = seqs;
     cfg.isa = tkv_test_isa();
+    cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
+    cfg.archive.k = cfg.archive.v = TKV_KIVI2;
     return cfg;
 }
 
@@ -473,6 +475,65 @@ TEST(config_validate_knows_all_refusals) {
     if (sizeof(size_t) == 4) CHECK_EQ(said, TKV_ERR_CONFIG); /* blocks of 8 GB */
 }
 
+TEST(config_presets) {
+    int i, k;
+    tkv_config cfg = config(1, 0), same;
+    for (i = 0; tkv_preset_name(i); i++) {
+        tkv_cache *kv;
+        cfg = config(1, 0);
+        cfg.warm_tokens = 7;
+        cfg.hot.k = TKV_BF16;
+        CHECK_EQ(tkv_config_preset(&cfg, tkv_preset_name(i)), TKV_OK);
+        CHECK_EQ(cfg.warm_tokens, 0);
+        CHECK_EQ(cfg.hot.k, TKV_FORMAT_DEFAULT);
+        CHECK(cfg.warm.k && cfg.warm.v && cfg.archive.k && cfg.archive.v);
+        kv = make(&cfg);
+        for (k = 0; k < 3; k++) CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
+        CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+        tkv_destroy(kv);
+    }
+    CHECK(i >= 6);
+    CHECK_EQ(tkv_preset_name(-1), NULL);
+    same = cfg;
+    CHECK_EQ(tkv_config_preset(&cfg, "Quality"), TKV_ERR_ARG);
+    CHECK_EQ(tkv_config_preset(&cfg, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_config_preset(NULL, "quality"), TKV_ERR_ARG);
+    CHECK_MEM(&cfg, &same, sizeof cfg);
+    { /* what is chosen by the length */
+        static const int tokens[] = {0, 2047, 2048, 8191, 8192};
+        static const tkv_format wanted[] = {TKV_KVQUANT3, TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
+        for (i = 0; i < COUNT(tokens); i++) {
+            tkv_config by = tkv_config_default();
+            by.max_tokens = tokens[i];
+            CHECK_EQ(tkv_config_preset(&by, "by-context"), TKV_OK);
+            CHECK_EQ(by.archive.k, wanted[i]);
+        }
+    }
+}
+
+/* A config of zeros is the plan called balanced. */
+TEST(config_zero_is_balanced) {
+    tkv_config cfg = tkv_config_default(), named;
+    tkv_cache *a, *b;
+    tkv_tier tier;
+    cfg.n_layers = cfg.n_heads = 1;
+    cfg.head_dim = 32;
+    named = cfg;
+    CHECK_EQ(tkv_config_preset(&named, "balanced"), TKV_OK);
+    a = make(&cfg);
+    b = make(&named);
+    for (tier = TKV_HOT; tier < TKV_TIER_COUNT; tier = (tkv_tier)(tier + 1)) {
+        tkv_pair x = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, y = x;
+        CHECK_EQ(tkv_tier_pair(a, 0, tier, &x), TKV_OK);
+        CHECK_EQ(tkv_tier_pair(b, 0, tier, &y), TKV_OK);
+        CHECK_EQ(x.k, y.k);
+        CHECK_EQ(x.v, y.v);
+    }
+    CHECK_EQ(tkv_tier_pair(a, 9, TKV_HOT, NULL), TKV_ERR_ARG);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 TEST(config_defaults) {
     tkv_config cfg = tkv_config_default(), zero;
     tkv_cache *kv;
@@ -624,6 +685,8 @@ static void through(tkv_format fk, tkv_format fv, int group, int first, int n) {
     int h;
     for (h = 0; h < KV_HEADS; h++) {
         tkv_codec k, v;
+        memset(&k, 0, sizeof k);
+        memset(&v, 0, sizeof v);
         k.format = fk;
         k.side = TKV_K;
         k.head_dim = DIM;
@@ -2370,6 +2433,8 @@ int main(int argc, char **argv) {
     RUN(config_each_layer);
     RUN(config_garbage);
     RUN(config_validate_knows_all_refusals);
+    RUN(config_presets);
+    RUN(config_zero_is_balanced);
     RUN(config_defaults);
     RUN(tiers_token_by_token);
     RUN(tiers_in_chunks);

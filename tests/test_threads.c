@@ -4,7 +4,6 @@
  * The workers are real threads that take tasks in a random order, each the next one when it is done with
  * its last.
  */
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 #include "tkv_test.h"
 
@@ -18,6 +17,7 @@
 #if HAVE_THREADS
 
 /* >>workers */
+enum { TILE_ROWS = 8 }; /* query rows that one task reads a record for (src/attend.h) */
 enum { MAX_WORKERS = 7, MAX_TASKS = 8192 };
 
 typedef struct workers { /* of one cache; any number of calls may run at once */
@@ -95,6 +95,8 @@ enum { HEADS = 8, KV_HEADS = 2, DK = 32, DV = 24, MAX_ROWS = 50 };
 typedef struct contents {
     int tokens[3]; /* of three sequences */
     tkv_format hot, warm, archive;
+    int shared; /* 1: instead, A and R: a table is made on the way */
+    int meter;  /* 1: the quality meter watches all heads */
 } contents;
 
 static tkv_cache *filled(const contents *c, workers *w) {
@@ -114,6 +116,17 @@ static tkv_cache *filled(const contents *c, workers *w) {
     cfg.hot.k = cfg.hot.v = c->hot;
     cfg.warm.k = cfg.warm.v = c->warm;
     cfg.archive.k = cfg.archive.v = c->archive;
+    if (c->shared) {
+        cfg.warm.k = TKV_A40;
+        cfg.warm.v = TKV_R40;
+        cfg.archive.k = TKV_A25;
+        cfg.archive.v = TKV_R15;
+    }
+    if (c->meter) {
+        cfg.quality_heads = KV_HEADS;
+        cfg.quality_every = 1;
+        cfg.quality_tokens = 512; /* some blocks have no copy */
+    }
     cfg.isa = tkv_test_isa();
     if (w) {
         cfg.parallel_for = parallel_for;
@@ -173,10 +186,14 @@ static int has_numbers(const outputs *o) {
     return n > HEADS * DV / 2;
 }
 
-static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2};
-static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16};
-static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3};
-static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32};
+static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0};
+static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0};
+static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0};
+static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0};
+static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
+static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
+static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1};
+static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1};
 
 static float *make_queries(void) {
     float *q = (float *)calloc(MAX_ROWS * HEADS * DK, sizeof(float));
@@ -228,6 +245,7 @@ TEST(threads_mixed) {
     check_threads(&mixed);
 }
 TEST(threads_few_tokens) { check_threads(&few_tokens); }
+TEST(threads_shared) { check_threads(&shared); }
 
 /* Decoding is cut along the keys, so that one query has work for many; prefill along the queries. */
 TEST(both_cuts_are_used) {
@@ -246,7 +264,7 @@ TEST(both_cuts_are_used) {
     CHECK_EQ(w.most % KV_HEADS, 0);
     w.most = 0;
     CHECK_EQ(make_call(kv, PREFILL, q, &o), TKV_OK);
-    CHECK_EQ(w.most, KV_HEADS * ((MAX_ROWS * HEADS / KV_HEADS + TKVI_ROWS - 1) / TKVI_ROWS));
+    CHECK_EQ(w.most, KV_HEADS * ((MAX_ROWS * HEADS / KV_HEADS + TILE_ROWS - 1) / TILE_ROWS));
     tkv_destroy(kv);
     pthread_mutex_destroy(&w.lock);
     free(q);
@@ -266,6 +284,7 @@ typedef struct caller {
 
 static void *attend_again(void *arg) {
     caller *c = (caller *)arg;
+    tkv_quality_info figures;
     float k[KV_HEADS * DK];
     int i;
     for (i = 0; i < c->rounds; i++) {
@@ -274,6 +293,7 @@ static void *attend_again(void *arg) {
         c->wrong += !same(c->o, &c->want[which]);
         c->errors += tkv_read(c->kv, 0, 0, 40 * i, 1, k, NULL) != TKV_OK;
         c->errors += tkv_layer_len(c->kv, 0, 0) != c->tokens;
+        c->errors += tkv_quality(c->kv, &figures) != TKV_OK || figures.top1 > 1.0;
     }
     return NULL;
 }
@@ -336,6 +356,122 @@ TEST(callers_side_by_side) {
 }
 TEST(callers_with_workers) { check_callers(3); }
 
+/* What attention teaches the layer does not depend on who does the work, nor on who calls when. */
+enum { TABLE = 8192 };
+
+static size_t table_of(tkv_cache *kv, uint8_t *table) {
+    float k[2 * KV_HEADS * DK], v[2 * KV_HEADS * DV];
+    size_t bytes = 0;
+    memset(k, 0, sizeof k);
+    memset(v, 0, sizeof v);
+    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_append(kv, 1, 0, k, v, 2), TKV_OK); /* the 512th token; the next one makes the table */
+    CHECK_EQ(tkv_append(kv, 1, 0, k, v, 1), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(tkv_calibration_save(kv, table, TABLE, &bytes), TKV_OK);
+    return bytes;
+}
+
+TEST(tables_do_not_depend_on_threads) {
+    static const int threads[] = {1, 2, 3, 7};
+    static outputs want[N_CALLS], o;
+    static uint8_t first[TABLE], table[TABLE], untaught[TABLE];
+    tkv_cache *plain = filled(&no_table_yet, NULL), *kv;
+    float *q = make_queries();
+    int i, which, round, rounds = tkv_test_quick() ? 2 : 2 * N_CALLS;
+    size_t bytes;
+    for (round = 0; round < CALLERS * rounds; round++) {
+        which = (round / rounds + round % rounds) % N_CALLS; /* what the callers will do together */
+        CHECK_EQ(make_call(plain, which, q, &want[which]), TKV_OK);
+    }
+    bytes = table_of(plain, first);
+    tkv_destroy(plain);
+    for (which = 0; which < N_CALLS; which++) { /* those that only want to know what to expect teach, too */
+        tkv_cache *other = filled(&no_table_yet, NULL);
+        CHECK_EQ(make_call(other, which, q, &want[which]), TKV_OK);
+        tkv_destroy(other);
+    }
+    kv = filled(&no_table_yet, NULL);
+    CHECK_EQ(table_of(kv, untaught), bytes);
+#if defined(__GNUC__) || defined(__clang__)
+    CHECK(memcmp(first, untaught, bytes) != 0); /* attention counts */
+#endif
+    tkv_destroy(kv);
+    for (i = 0; i < 5; i++) {
+        workers w;
+        workers_init(&w, i < 4 ? threads[i] : 3);
+        kv = filled(&no_table_yet, &w);
+        if (i == 4) {
+            run_callers(kv, q, want, no_table_yet.tokens[0]);
+        } else {
+            for (round = 0; round < CALLERS * rounds; round++)
+                CHECK_EQ(make_call(kv, (round / rounds + round % rounds) % N_CALLS, q, &o), TKV_OK);
+        }
+        CHECK_EQ(table_of(kv, table), bytes);
+        CHECK_MEM(table, first, bytes);
+        tkv_destroy(kv);
+        pthread_mutex_destroy(&w.lock);
+    }
+    free(q);
+}
+
+/* Neither do the figures of the quality meter, and bits are the same with it. */
+static void check_figures(const contents *c) {
+    static const int threads[] = {1, 2, 7};
+    static outputs want[N_CALLS], o;
+    contents unmetered = *c;
+    tkv_cache *plain = filled(c, NULL), *off, *kv;
+    float *q = make_queries();
+    tkv_quality_info first, info;
+    int i, which, round, rounds = tkv_test_quick() ? 2 : 2 * N_CALLS;
+    unmetered.meter = 0;
+    off = filled(&unmetered, NULL);
+    for (which = 0; which < N_CALLS; which++) {
+        CHECK_EQ(make_call(off, which, q, &want[which]), TKV_OK);
+        CHECK(has_numbers(&want[which]));
+    }
+    tkv_destroy(off);
+    for (round = 0; round < CALLERS * rounds; round++) {
+        which = (round / rounds + round % rounds) % N_CALLS; /* what the callers will do together */
+        CHECK_EQ(make_call(plain, which, q, &o), TKV_OK);
+        CHECK(same(&o, &want[which]));
+    }
+    memset(&first, 0, sizeof first);
+    memset(&info, 0, sizeof info);
+    CHECK_EQ(tkv_quality(plain, &first), TKV_OK);
+    CHECK(first.samples > 0 && first.kl > 0.0 && first.coverage > 0.1 && first.coverage < 1.0);
+    tkv_destroy(plain);
+    for (i = 0; i < 4; i++) {
+        workers w;
+        workers_init(&w, i < 3 ? threads[i] : 3);
+        kv = filled(c, &w);
+        if (i == 3) {
+            run_callers(kv, q, want, c->tokens[0]);
+        } else {
+            for (round = 0; round < CALLERS * rounds; round++) {
+                which = (round / rounds + round % rounds) % N_CALLS;
+                CHECK_EQ(make_call(kv, which, q, &o), TKV_OK);
+                CHECK(same(&o, &want[which]));
+            }
+        }
+        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_MEM(&info, &first, sizeof info);
+        CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+        tkv_destroy(kv);
+        pthread_mutex_destroy(&w.lock);
+    }
+    free(q);
+}
+
+TEST(figures_do_not_depend_on_threads) {
+#if defined(__GNUC__) || defined(__clang__)
+    check_figures(&metered);
+    if (!tkv_test_quick()) check_figures(&metered_shared);
+#else
+    SKIP("no atomics, no meter");
+#endif
+}
+
 #else /* no threads here */
 #define NO_THREADS_(name)                                                                                    \
     TEST(name) { SKIP("no threads here"); }
@@ -343,6 +479,9 @@ NO_THREADS_(threads_many_tiers)
 NO_THREADS_(threads_exact)
 NO_THREADS_(threads_mixed)
 NO_THREADS_(threads_few_tokens)
+NO_THREADS_(threads_shared)
+NO_THREADS_(tables_do_not_depend_on_threads)
+NO_THREADS_(figures_do_not_depend_on_threads)
 NO_THREADS_(both_cuts_are_used)
 NO_THREADS_(callers_side_by_side)
 NO_THREADS_(callers_with_workers)
@@ -354,8 +493,11 @@ int main(int argc, char **argv) {
     RUN(threads_exact);
     RUN(threads_mixed);
     RUN(threads_few_tokens);
+    RUN(threads_shared);
     RUN(both_cuts_are_used);
     RUN(callers_side_by_side);
     RUN(callers_with_workers);
+    RUN(tables_do_not_depend_on_threads);
+    RUN(figures_do_not_depend_on_threads);
     return tkv_test_end();
 }

@@ -17,6 +17,9 @@
  *
  * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     run it from the root of the project
  *
+ * A test of the interface alone leaves out the first line and is linked with the library, which is compiled
+ * once: cc -O2 tests/test_x.c tests/compile/impl.c -o test_x -lm
+ *
  * The filter keeps tests whose name contains it. The last line is `N passed, N failed` and counts tests;
  * `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to the
  * thread that runs the test: workers hand their results to it.
@@ -123,6 +126,12 @@ static inline void tkv_test_mem_(const void *a, const void *b, size_t n, const c
     if (tkv_test_note_(i == n, file, line, what))
         printf(": byte %lu of %lu: 0x%02x and 0x%02x\n", (unsigned long)i, (unsigned long)n, (unsigned)x[i],
                (unsigned)y[i]);
+}
+
+static inline float tkv_test_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 /* By bits: -ffast-math may fold x != x to false. */

@@ -1,0 +1,146 @@
+/*
+ * encode.c - the speed of encoding: one block (64 tokens) of one head, one thread.
+ *
+ * cc -O2 bench/encode.c -o encode -lm && ./encode
+ *
+ *   --formats a30,r20,kivi4    names of formats
+ *   --isa avx512               this one only
+ *   --dim 128 --tokens 64
+ *   --runs 400                 a run encodes eight blocks, which fit the second cache
+ *   --csv
+ *
+ * Before it is measured, each instruction set must give the bytes of the scalar code. Times are microseconds
+ * per block and head, thread CPU time: the least of all runs, since neighbours only ever add to it, and the
+ * median; `bytes` is what one block takes. Keys of A have a table as learned ones have: a shuffled order of
+ * channels, means, tiles of several widths.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "bench.h"
+
+enum { BLOCKS = 8, MAX_RUNS = 10000 };
+
+/* What calibration would say of a head whose channels matter over eight octaves. */
+typedef struct table {
+    uint8_t order[TKV_MAX_HEAD_DIM], importance[TKV_MAX_HEAD_DIM];
+    float mean[TKV_MAX_HEAD_DIM];
+    tkvi_share share;
+} table;
+
+static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which, int dim) {
+    int pad = (dim + 15) / 16 * 16, i;
+    uint64_t rng = 7;
+    tkvi_head head;
+    if (!f->shared) return NULL;
+    memset(t, 0, sizeof *t);
+    memset(&head, 0, sizeof head);
+    for (i = 0; i < pad; i++) {
+        t->order[i] = (uint8_t)i;
+        t->importance[i] = (uint8_t)(i < dim ? 100 - 64 * i / dim : 0);
+    }
+    for (i = dim - 1; i > 0; i--) {
+        int j = (int)((bench_gauss(&rng) + 4.0f) * 1000.0f) % (i + 1);
+        uint8_t kept = t->order[i];
+        t->order[i] = t->order[j];
+        t->order[j] = kept;
+    }
+    for (i = 0; i < dim; i++) t->mean[i] = tkvi_f16_to_f32(tkvi_f32_to_f16(bench_gauss(&rng)));
+    head.importance = t->importance;
+    t->share.top = TKVI_LOG_TOP_ALIKE;
+    t->share.half_bits = f->bits / 2;
+    if (which == TKV_K) {
+        tkvi_runs_of(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.runs);
+        t->share.order = t->order;
+        t->share.mean = t->mean;
+    }
+    return &t->share;
+}
+
+static void encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+    int b;
+    for (b = 0; b < BLOCKS; b++)
+        tkvi_encode_side(s, help, x + b * TKVI_BLOCK * s->dim, (size_t)s->dim, n, dst + (size_t)b * s->bytes);
+}
+
+static void measure(const char *name, tkv_format format, tkv_side which, const char *only, int dim, int n,
+                    int runs, int csv, const float *x) {
+    const tkvi_format *f = &tkvi_formats[format];
+    double run[MAX_RUNS];
+    uint8_t *want, *got;
+    tkvi_side s;
+    table t;
+    int isa, i;
+    tkvi_side_init(&s, f, which, dim, 64, TKVI_BLOCK, learned(&t, f, which, dim));
+    want = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
+    got = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
+    printf(csv ? "%s,%s,%d" : "%-8s %s %8d", name, which == TKV_K ? "K" : "V", (int)s.bytes);
+    encode(&s, &tkvi_helpers_scalar, x, n, want);
+    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
+        const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)isa);
+        const tkvi_helpers *help;
+        if (!kernels || (only && strcmp(only, kernels->name) != 0)) continue;
+        help = kernels->helpers;
+        encode(&s, help, x, n, got);
+        if (memcmp(want, got, BLOCKS * s.bytes) != 0) {
+            fprintf(stderr, "%s: other bytes than scalar\n", tkv_isa_name((tkv_isa)isa));
+            exit(1);
+        }
+        for (i = 0; i < runs; i++) {
+            double start = bench_seconds(1);
+            encode(&s, help, x, n, got);
+            run[i] = (bench_seconds(1) - start) * 1e6 / (double)BLOCKS;
+        }
+        {
+            double median = bench_median(run, runs);
+            printf(csv ? ",%.2f,%.2f" : " %8.2f %8.2f", run[0], median);
+        }
+    }
+    printf("\n");
+    fflush(stdout);
+    free(want);
+    free(got);
+}
+
+int main(int argc, char **argv) {
+    const char *formats = bench_option(argc, argv, "formats"), *only = bench_option(argc, argv, "isa");
+    int dim = bench_number(argc, argv, "dim", 128), n = bench_number(argc, argv, "tokens", TKVI_BLOCK);
+    int runs = bench_number(argc, argv, "runs", 400), csv = bench_option(argc, argv, "csv") != NULL, isa;
+    char word[32];
+    uint64_t seed = 1;
+    float *x;
+    if (dim < 1 || dim > TKV_MAX_HEAD_DIM || n < 1 || n > TKVI_BLOCK || runs < 1 || runs > MAX_RUNS) {
+        fprintf(stderr, "head_dim 1 to %d, 1 to %d tokens, 1 to %d runs\n", TKV_MAX_HEAD_DIM, TKVI_BLOCK,
+                MAX_RUNS);
+        return 1;
+    }
+    x = (float *)bench_alloc((size_t)(BLOCKS * TKVI_BLOCK * dim) * sizeof(float));
+    bench_fill(&seed, x, (size_t)(BLOCKS * TKVI_BLOCK * dim));
+    if (!csv)
+        printf("encoding: head_dim %d, %d tokens, 1 thread; us per block and head: least, median\n", dim, n);
+    printf(csv ? "format,side,bytes" : "format       bytes");
+    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
+        if (tkv_isa_available((tkv_isa)isa) && (!only || strcmp(only, tkv_isa_name((tkv_isa)isa)) == 0))
+            printf(csv ? ",%s_least,%s_median" : " %8s %8s", tkv_isa_name((tkv_isa)isa),
+                   csv ? tkv_isa_name((tkv_isa)isa) : "");
+    printf("\n");
+    if (!formats || !*formats) formats = "a40,a30,a25,a20,r40,r30,r20,r15,kivi4,kivi2";
+    while (bench_word(&formats, word, sizeof word)) {
+        tkv_format f = tkv_format_from_name(word);
+        int side, some = 0;
+        for (side = TKV_K; f != TKV_FORMAT_DEFAULT && side <= TKV_V; side++)
+            if (tkvi_format_stores(&tkvi_formats[f], (tkv_side)side)) {
+                measure(word, f, (tkv_side)side, only, dim, n, runs, csv, x);
+                some = 1;
+            }
+        if (!some) {
+            fprintf(stderr, "there is no format \"%s\"\n", word);
+            return 1;
+        }
+    }
+    free(x);
+    return 0;
+}

@@ -1,0 +1,1015 @@
+/*
+ * quality.c - what a plan costs on a real model and real text: perplexity, KL divergence, bytes per token.
+ *
+ * cc -O2 bench/quality.c -o quality -lm -pthread && ./quality model.gguf
+ *
+ * The text is fed in chunks that end where a block leaves the hot tail, which is the decode path exactly:
+ * every position reads what it would read token by token. Its logits are compared with those of the same
+ * model with an exact F32 cache, which are kept in a file, so that the next list of plans finds them.
+ * QUALITY.md says what is measured and how to read it; `./quality` alone lists the options.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime, mkdir, getpid */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "../examples/llama.h"
+#include "../examples/plan.h"
+#include "bench.h"
+#include "calibrate.h"
+#include "rivals.h"
+
+#include <pthread.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const char usage[] =
+    "quality MODEL [options]\n"
+    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"
+    "\n"
+    "  --text FILE           (text/wiki.test.raw in $TKV_DATA or ../shared/data)\n"
+    "  --window FROM:TOKENS  a piece of the text, in tokens; may be repeated (the first 8,192 tokens, in "
+    "windows\n"
+    "                        of 4096 or as many as the model was made for, 8 at most)\n"
+    "  --from N              positions before this one are read and not scored (512, or half a window)\n"
+    "  --tables-text FILE    what the word tables= takes its piece from (the text itself)\n"
+    "  --plan PLAN           may be repeated; without it, a list that goes through the formats\n"
+    "  --plans FILE          one plan a line, # begins a comment\n"
+    "  --rivals, --no-rivals add the rivals, or leave them out (added when no plan is given)\n"
+    "  --passkey             a number is hidden at five depths of the first window and asked for at its end\n"
+    "  --needle TEXT         the line that hides it, with ##### in its place (The pass key is #####. "
+    "Remember\n"
+    "                        it. ##### is the pass key.)\n"
+    "  --question TEXT       the line that asks (What is the pass key? The pass key is)\n"
+    "  --threads N           so many plans at a time (1)\n"
+    "  --csv FILE            the table for a program, one line per plan and window\n"
+    "  --cache DIR           where the exact logits are kept (build/quality)\n"
+    "  --theta X             base of RoPE (the model's)\n"
+    "  --rope-halves         RoPE turns channels (i, i + d/2)\n"
+    "\n"
+    "PLAN is words, or hot,warm,archive in one of them, or a rival's name:\n"
+    "  'sinks=4 hot=64:f16 warm=448:kivi4 archive=kivi2 group=64'    what is left out is the default\n"
+    "  64,448:kivi4,kivi2/kivi4                                      two formats: one for K, one for V\n"
+    "  'preset=compact tables=4096'\n"
+    "Words:\n" PLAN_HELP
+    "  tables N           A and R formats get tables from the N tokens behind the last window (of\n"
+    "                     --tables-text the first N) instead of learning in each window; FROM:N: from these\n"
+    "  name NAME          for the table\n"
+    "Rivals: +h is after a Hadamard transform; streaming:N keeps N tokens, alone as many as the bytes of "
+    "the\n"
+    "default plan are in FP16.\n";
+
+static const char *const standard_plans[] = {
+    /* the library's own formats, most bits first */
+    "preset=quality", "preset=balanced", "64,448:a40/r40,a30/r20", "preset=compact", "64,448:a40/r40,a20/r20",
+    "preset=extreme", "64,448:a40/r40,a15/r15", "64,none,a30/r20", "64,none,a20/r15",
+    /* the same with tables from elsewhere */
+    "preset=balanced tables=4096", "64,448:a40/r40,a30/r20 tables=4096", "preset=extreme tables=4096",
+    /* designs of others */
+    "64,448:q8,q8", "64,448:kivi4,kivi4", "64,448:kivi4,kivi3", "preset=kivi", "64,none,kivi2",
+    "64,448:kivi4,kivi2 fit=clip+norm", "preset=squat", "preset=kvquant-3", "64,none,int4",
+    "64,none,int4 rotate=k+v", "64,none,int4 rotate=k+v center=1", "64,none,fp8-e4m3",
+    "64,none,fp4 rotate=k+v", "64,none,subspace4", "64,none,subspace2"};
+
+/* For windows too short for three tiers and for learning in each. */
+static const char *const short_plans[] = {"64,none,a40/r40 tables=4096",
+                                          "64,none,a30/r30 tables=4096",
+                                          "64,none,a30/r20 tables=4096",
+                                          "64,none,a25/r20 tables=4096",
+                                          "64,none,a20/r15 tables=4096",
+                                          "64,none,a15/r15 tables=4096",
+                                          "64,none,q8",
+                                          "64,none,kivi4",
+                                          "64,none,kivi3",
+                                          "64,none,kivi2",
+                                          "64,none,kivi2 fit=clip+norm",
+                                          "64,none,squat2/kivi2",
+                                          "64,none,int4 rotate=k+v",
+                                          "64,none,fp8-e4m3",
+                                          "64,none,fp4 rotate=k+v",
+                                          "64,none,subspace4",
+                                          "64,none,subspace2"};
+
+static const char *const rival_plans[] = {
+    "name=kivi4-g32-r128 sinks=none hot=128 warm=none archive=kivi4 group=32",
+    "name=kivi2-g32-r128 sinks=none hot=128 warm=none archive=kivi2 group=32",
+    "q8_0",
+    "q5_0",
+    "q4_1",
+    "q4_0",
+    "q4_0+h",
+    "hf-int4",
+    "hf-int2",
+    "kitty",
+    "age-8/4/2",
+    "streaming"};
+
+enum {
+    MAX_PLANS = 256,
+    MAX_LESSONS = 16,
+    MAX_WINDOWS = 64,
+    SHORT = 1024,
+    MAX_KEYS = 5,
+    MAX_NAME = 120,
+    BATCH = 64,
+    MOST = 1 << 24
+};
+
+typedef struct lesson { /* of a text, and the tables that were learned from it */
+    int from, length;   /* from < 0: behind the last window */
+    unsigned char *tables;
+    size_t bytes;
+} lesson;
+
+typedef struct plan {
+    char name[MAX_NAME];
+    tkv_config cfg;
+    const rival_kind *rival; /* NULL: a plan of the library */
+    int theirs;              /* for the plot: a rival, by the library's formats or not */
+    int budget;              /* tokens of a rival that forgets; 0: see fill_budget */
+    lesson *tables;          /* NULL: it learns in each window */
+} plan;
+
+typedef struct window {
+    int from, length;
+    int *tokens; /* length + 1; the last one is -1 at the end of the text */
+    uint64_t key;
+    char path[1024]; /* of the exact logits */
+} window;
+
+typedef struct passkey { /* filler with a number in it, then the question */
+    int depth;           /* percent of the filler that stands before the number */
+    int *tokens, n;
+    char digits[8];
+    int known; /* the exact cache answers it: only then it counts */
+} passkey;
+
+typedef struct result {        /* of a plan in a window, or with a passkey */
+    int done, right;           /* right: the passkey's digits came */
+    int n, predicted;          /* scored positions; those with a known next token are the first so many */
+    double *kl, *loss, *delta; /* nats; delta: loss minus the exact cache's */
+    double same;               /* likeliest tokens that are the exact cache's */
+    double archive_bits, bytes, fp16_bytes;
+} result;
+
+/* Everything that the workers share. */
+static struct {
+    llama_model model;
+    const char *model_path, *text_path, *tables_path, *cache_dir, *needle, *question;
+    int from;
+    int *text, n_text; /* as tokens, without a BOS in front */
+    window windows[MAX_WINDOWS];
+    passkey keys[MAX_KEYS];
+    plan plans[MAX_PLANS];
+    lesson lessons[MAX_LESSONS];
+    int n_windows, n_keys, n_plans, n_lessons;
+    int per_plan;         /* jobs: windows, then passkeys */
+    int exact;            /* the jobs are those of the exact cache, per_plan of them */
+    pthread_mutex_t lock; /* guards what follows */
+    pthread_cond_t finished;
+    int n_rows;     /* printed */
+    int next, last; /* job j is job j % per_plan of plan j / per_plan */
+    result *results;
+    const char *doing;
+    double work, total_work, start, shown; /* shown: when the progress line was, 0: it is not there */
+} all;
+
+LLAMA_PRINTF(1, 2)
+static void fail(const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    fprintf(stderr, "%squality: ", all.shown > 0 ? "\n" : "");
+    vfprintf(stderr, fmt, ap);
+    fprintf(stderr, "\n");
+    va_end(ap);
+    exit(1);
+}
+
+static const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+/* >>plans */
+static const char *parse_tables(const char *text, lesson **tables) { /* 4096, 8192:4096 */
+    const char *colon = strchr(text, ':');
+    int from = -1, length, i;
+    if ((colon && !plan_count(text, (size_t)(colon - text), &from)) ||
+        !plan_count(colon ? colon + 1 : text, strlen(colon ? colon + 1 : text), &length) || length < 1)
+        return "tables= wants TOKENS or FROM:TOKENS";
+    for (i = 0; i < all.n_lessons; i++)
+        if (all.lessons[i].from == from && all.lessons[i].length == length) break;
+    if (i == MAX_LESSONS) return "too many pieces of text for tables";
+    if (i == all.n_lessons) all.n_lessons++;
+    all.lessons[i].from = from;
+    all.lessons[i].length = length;
+    *tables = &all.lessons[i];
+    return NULL;
+}
+
+/* NULL, or what is wrong with the text. */
+static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
+    static char reason[200];
+    char words[MAX_NAME], *word, *next;
+    const char *wrong = NULL;
+    memset(p, 0, sizeof *p);
+    if (strlen(text) >= MAX_NAME) return "it is too long";
+    strcpy(p->name, text);
+    strcpy(words, text);
+    if (strncmp(text, "streaming:", 10) == 0) {
+        p->budget = atoi(text + 10);
+        words[9] = 0;
+        if (p->budget < 8) return "StreamingLLM wants more tokens";
+    }
+    p->rival = rival_find(words);
+    if (p->rival) return rival_refuses(p->rival, m);
+    for (word = words; *word && !wrong; word = next) {
+        const size_t n = strcspn(word, " ");
+        char *value;
+        next = word + n + (word[n] != 0);
+        word[n] = 0;
+        value = strchr(word, '=');
+        if (value) *value++ = 0;
+        if (n == 0) continue;
+        if (!value) wrong = plan_three(&p->cfg, word);
+        else if (strcmp(word, "tables") == 0) wrong = parse_tables(value, &p->tables);
+        else if (strcmp(word, "name") == 0) strcpy(p->name, value);
+        else wrong = plan_word(&p->cfg, word, value);
+    }
+    if (wrong) return wrong;
+    if (p->tables && !calibrate_changes(&p->cfg)) return "no format of it has tables";
+    llama_kv_config(m, &p->cfg);
+    return tkv_config_validate(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
+}
+
+static void add_plan(const char *text, int optional, int theirs) {
+    const char *wrong;
+    if (all.n_plans == MAX_PLANS) fail("more than %d plans", MAX_PLANS);
+    wrong = parse_plan(text, &all.model, &all.plans[all.n_plans]);
+    if (theirs) all.plans[all.n_plans].theirs = 1;
+    if (!wrong) all.n_plans++;
+    else if (optional) fprintf(stderr, "quality: left out: %s (%s)\n", text, wrong);
+    else fail("plan %s: %s", text, wrong);
+}
+
+static void add_plans(const char *const *plans, size_t n, int theirs) {
+    size_t i;
+    for (i = 0; i < n; i++) add_plan(plans[i], 1, theirs);
+}
+
+static void add_plans_of(const char *path) {
+    size_t size, i;
+    char *text = (char *)llama_read_file(path, &size), *line = text;
+    if (!text) fail("cannot read %s", path);
+    text[size] = 0;
+    for (i = 0; i <= size; i++) {
+        size_t n;
+        if (text[i] != '\n' && text[i] != 0) continue;
+        text[i] = 0;
+        line[strcspn(line, "#\r")] = 0;
+        line += strspn(line, " \t");
+        for (n = strlen(line); n && (line[n - 1] == ' ' || line[n - 1] == '\t');) line[--n] = 0;
+        if (n) add_plan(line, 1, 0);
+        line = text + i + 1;
+    }
+    free(text);
+}
+
+/* >>text */
+static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a by words */
+    const unsigned char *p = (const unsigned char *)data;
+    for (; n; p += 8) {
+        uint64_t word = 0;
+        const size_t k = n < 8 ? n : 8;
+        memcpy(&word, p, k);
+        h = (h ^ word) * 1099511628211u;
+        h ^= h >> 32;
+        n -= k;
+    }
+    return h;
+}
+
+static uint64_t hash_model(const llama_model *m) {
+    uint64_t h = hash(14695981039346656037u, &m->rope_theta, sizeof m->rope_theta);
+    int i, t;
+    h = hash(h, &m->rope_halves, sizeof m->rope_halves);
+    h = hash(h, m->embedding.data, (size_t)m->embedding.rows * m->embedding.row_bytes);
+    h = hash(h, m->head.data, (size_t)m->head.rows * m->head.row_bytes);
+    for (i = 0; i < m->n_layers; i++)
+        for (t = 0; t < LLAMA_PARTS; t++)
+            h = hash(h, m->layers[i].w[t].data, (size_t)m->layers[i].w[t].rows * m->layers[i].w[t].row_bytes);
+    return h;
+}
+
+/* All tokens of a text. <|endoftext|> becomes a BOS where the model knows one: texts of llama2.c have it. */
+static int *tokenize(const llama_model *m, const char *text, size_t size, int *count) {
+    static const char mark[] = "<|endoftext|>";
+    const size_t len = sizeof mark - 1;
+    int *tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
+    size_t from = 0, at;
+    *count = 0;
+    for (at = 0; at <= size; at++) {
+        const int marked = size - at >= len && memcmp(text + at, mark, len) == 0;
+        if (at < size && !marked) continue;
+        if (m->add_bos && from && from < at && m->bos >= 0) tokens[(*count)++] = m->bos;
+        *count += llama_tokenize(m, text + from, at - from, 0, tokens + *count);
+        if (at < size) from = at + len, at += len - 1;
+    }
+    return tokens;
+}
+
+static void add_window(const char *text) {
+    window *w = &all.windows[all.n_windows];
+    if (all.n_windows == MAX_WINDOWS) fail("more than %d windows", MAX_WINDOWS);
+    if (sscanf(text, "%d:%d", &w->from, &w->length) != 2 || w->from < 0 || w->from > MOST || w->length < 2 ||
+        w->length > MOST)
+        fail("--window %s: it is FROM:TOKENS", text);
+    all.n_windows++;
+}
+
+/* A line with the digits in place of #####, as tokens; their number. */
+static int tokenize_line(const char *text, const char *digits, const char *end, int *tokens, int most) {
+    char line[512];
+    size_t n = 1;
+    line[0] = '\n';
+    while (*text && n < sizeof line - 8) {
+        const size_t step = strncmp(text, "#####", 5) == 0 ? 5 : 1;
+        memcpy(line + n, step == 5 ? digits : text, step);
+        text += step, n += step;
+    }
+    line[n] = 0;
+    strcat(line, end);
+    if ((int)strlen(line) + 2 > most) fail("this line is too long: %s", line);
+    return llama_tokenize(&all.model, line, strlen(line), 0, tokens);
+}
+
+/* Filler from the text, with a number at this depth and a question behind it, `length` tokens in all. */
+static void fill_key(passkey *key, int depth, int length, const int *text) {
+    uint64_t z = ((uint64_t)depth + 1) * 0x9e3779b97f4a7c15u;
+    int needle[512], asked[512], n_needle, n_asked, filler, before;
+    z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9u;
+    snprintf(key->digits, sizeof key->digits, "%05d", (int)(10000 + (z >> 33) % 90000));
+    n_needle = tokenize_line(all.needle, key->digits, "\n", needle, 512);
+    n_asked = tokenize_line(all.question, key->digits, "", asked, 512);
+    filler = length - n_needle - n_asked;
+    before = (int)((double)filler * depth / 100);
+    if (filler < 16) fail("the first window is too short for a passkey");
+    key->depth = depth;
+    key->n = length;
+    key->tokens = (int *)bench_alloc((size_t)length * sizeof *key->tokens);
+    memcpy(key->tokens, text, (size_t)before * sizeof *text);
+    memcpy(key->tokens + before, needle, (size_t)n_needle * sizeof *text);
+    memcpy(key->tokens + before + n_needle, text + before, (size_t)(filler - before) * sizeof *text);
+    memcpy(key->tokens + length - n_asked, asked, (size_t)n_asked * sizeof *text);
+}
+
+static int *read_tokens(const char *path, int *n) {
+    size_t size;
+    char *text = (char *)llama_read_file(path, &size);
+    int *tokens;
+    if (!text) fail("cannot read %s; give a text with --text FILE", path);
+    if (size > 1 << 28) fail("%s is longer than any context", path);
+    tokens = tokenize(&all.model, text, size, n);
+    free(text);
+    return tokens;
+}
+
+/* A piece of n tokens as a sequence of its own, so with a BOS if the model wants one; -1 behind the end. */
+static void copy_piece(const int *text, int n_text, int from, int n, int *out) {
+    const int bos = all.model.add_bos && all.model.bos >= 0;
+    int i;
+    for (i = 0; i < n; i++) {
+        const int at = from + i - bos;
+        out[i] = bos && i == 0 ? all.model.bos : at < n_text ? text[at] : -1;
+    }
+}
+
+static void default_windows(void) { /* 8,192 tokens, 8 windows at most */
+    const int length = all.model.context < 4096 ? all.model.context : 4096;
+    char buf[64];
+    int i;
+    for (i = 0; i < 8 && (i + 1) * length <= 8192 && (i + 1) * length <= all.n_text; i++) {
+        snprintf(buf, sizeof buf, "%d:%d", i * length, length);
+        add_window(buf);
+    }
+    if (all.n_windows == 0) fail("%s has only %d tokens: give a --window", all.text_path, all.n_text);
+}
+
+static void fill_windows(int passkeys) {
+    const llama_model *m = &all.model;
+    const int bos = m->add_bos && m->bos >= 0;
+    const uint64_t model = hash_model(m);
+    int i;
+    all.text = read_tokens(all.text_path, &all.n_text);
+    if (all.n_windows == 0) default_windows();
+    for (i = 0; all.from < 0 && i < all.n_windows; i++)
+        if (all.windows[i].length < SHORT) all.from = all.windows[i].length / 2;
+    if (all.from < 0) all.from = 512;
+    for (i = 0; i < all.n_windows; i++) {
+        window *w = &all.windows[i];
+        if (w->from + w->length - bos > all.n_text)
+            fail("--window %d:%d: the text has %d tokens", w->from, w->length, all.n_text);
+        if (w->length <= all.from) fail("--window %d:%d: nothing is scored, see --from", w->from, w->length);
+        if (w->length > m->context)
+            fprintf(stderr, "quality: the window has %d tokens, the model was made for %d\n", w->length,
+                    m->context);
+        w->tokens = (int *)bench_alloc((size_t)(w->length + 1) * sizeof *w->tokens);
+        copy_piece(all.text, all.n_text, w->from, w->length + 1, w->tokens);
+        w->key = hash(model, w->tokens, (size_t)w->length * sizeof *w->tokens);
+        w->key = hash(w->key, &all.from, sizeof all.from);
+        snprintf(w->path, sizeof w->path, "%s/%08lx%08lx.logits", all.cache_dir,
+                 (unsigned long)(w->key >> 32), (unsigned long)(w->key & 0xffffffffu));
+    }
+    for (i = 0; passkeys && i < MAX_KEYS; i++)
+        fill_key(&all.keys[all.n_keys++], 10 + 80 * i / (MAX_KEYS - 1), all.windows[0].length,
+                 all.windows[0].tokens);
+}
+
+/* StreamingLLM gets the bytes that the default plan takes for the first window. 0: that is all of it. */
+static int fill_budget(plan *p) {
+    const int tokens = all.windows[0].length;
+    tkv_memory_info mem;
+    tkv_config cfg;
+    if (!p->rival || p->rival->rule != RIVAL_STREAMING || p->budget) return 1;
+    memset(&cfg, 0, sizeof cfg);
+    llama_kv_config(&all.model, &cfg);
+    if (tkv_estimate(&cfg, tokens, 1, &mem) != TKV_OK) fail("%s: no estimate", p->name);
+    p->budget = (int)((double)mem.total / (double)mem.fp16_bytes * tokens);
+    snprintf(p->name, sizeof p->name, "streaming:%d", p->budget);
+    if (p->budget < tokens) return 1;
+    fprintf(stderr, "quality: left out: streaming (the default plan's bytes hold the whole window)\n");
+    return 0;
+}
+
+/* >>the exact logits in a file: this, then a row for each scored position. */
+typedef struct exact_head {
+    char magic[8];
+    uint64_t key, vocab, rows;
+} exact_head;
+
+static exact_head exact_head_of(const window *w) {
+    exact_head h;
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, "tkvexact", 8);
+    h.key = w->key;
+    h.vocab = (uint64_t)all.model.vocab;
+    h.rows = (uint64_t)(w->length - all.from);
+    return h;
+}
+
+static FILE *exact_open(const window *w) { /* NULL: it is not there, or is something else */
+    const exact_head want = exact_head_of(w);
+    exact_head have;
+    FILE *f = fopen(w->path, "rb");
+    if (f && (fread(&have, sizeof have, 1, f) != 1 || memcmp(&have, &want, sizeof want) != 0)) {
+        fclose(f);
+        f = NULL;
+    }
+    return f;
+}
+
+static void make_directory(const char *path) { /* and those above it */
+    char part[1024];
+    size_t i;
+    for (i = 1; i <= strlen(path) && i < sizeof part; i++) {
+        if (path[i] != '/' && path[i] != 0) continue;
+        memcpy(part, path, i);
+        part[i] = 0;
+        mkdir(part, 0777); /* it may be there */
+    }
+}
+
+/* >>running */
+static double work_of(int pos, int n) { return n * (1 + (pos + n / 2) / 4000.0); } /* attention grows */
+
+static void progress(double work) { /* called with the lock held; 0: clears the line */
+    const double now = bench_seconds(0), t = now - all.start;
+    all.work += work;
+    if (work > 0 && t > 0.5 && now - all.shown > 0.5) {
+        fprintf(stderr, "\r%s %.0f %%, %.0f seconds left   ", all.doing, 100 * all.work / all.total_work,
+                t * (all.total_work / all.work - 1));
+        all.shown = now;
+    } else if (work <= 0 && all.shown > 0) {
+        fprintf(stderr, "\r%60s\r", "");
+        all.shown = 0;
+    }
+    fflush(stderr);
+}
+
+static void progress_begin(const char *doing, double total) {
+    all.doing = doing;
+    all.work = 0;
+    all.total_work = total;
+    all.start = bench_seconds(0);
+}
+
+/* >>tables from elsewhere, once for all plans and windows: they describe the model, not the plan. */
+static void progress_of_tokens(int n) { progress(n); }
+
+static void learn_tables(void) {
+    const int context = all.model.context < 4096 ? all.model.context : 4096;
+    int *text = all.text, n_text = all.n_text, i, j, at;
+    if (all.tables_path && all.n_lessons) text = read_tokens(all.tables_path, &n_text);
+    for (i = 0; i < all.n_lessons; i++) {
+        lesson *p = &all.lessons[i];
+        int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens),
+            from = p->from > 0 ? p->from : 0;
+        tkv_status status;
+        for (j = 0; !all.tables_path && j < all.n_windows; j++) {
+            const window *w = &all.windows[j];
+            if (p->from < 0 && from < w->from + w->length) from = w->from + w->length;
+        }
+        for (j = 0; !all.tables_path && j < all.n_windows; j++) {
+            const window *w = &all.windows[j];
+            if (from < w->from + w->length && w->from < from + p->length)
+                fail("tables=%d:%d: window %d:%d is in it; take another piece, or --tables-text FILE", from,
+                     p->length, w->from, w->length);
+        }
+        if (p->length > n_text || from > n_text - p->length)
+            fail("tables=%d:%d: the text has %d tokens; take another piece, or --tables-text FILE", from,
+                 p->length, n_text);
+        for (at = 0; at < p->length; at += context)
+            copy_piece(text, n_text, from + at, p->length - at < context ? p->length - at : context,
+                       tokens + at);
+        progress_begin("tables", p->length);
+        p->tables = calibrate(&all.model, tokens, p->length, context, progress_of_tokens, &p->bytes, &status);
+        progress(0);
+        if (!p->tables) fail("tables=%d:%d: %s", from, p->length, tkv_status_text(status));
+        printf("tables=%s%d: tokens %d:%d of %s, in sequences of %d\n", p->from < 0 ? "" : "FROM:", p->length,
+               from, p->length, base_name(all.tables_path ? all.tables_path : all.text_path),
+               context < p->length ? context : p->length);
+        free(tokens);
+    }
+    if (text != all.text) free(text);
+}
+
+/* Compares one row of logits with the exact one. In double: divergences of 1e-4 are sums of both signs. */
+static void compare(const float *exact, const float *row, int n, double *kl, double *exact_lse, double *lse) {
+    double a = (double)exact[0], b = (double)row[0], sum_a = 0, sum_b = 0, sum = 0;
+    int i;
+    for (i = 1; i < n; i++) {
+        if ((double)exact[i] > a) a = (double)exact[i];
+        if ((double)row[i] > b) b = (double)row[i];
+    }
+    for (i = 0; i < n; i++) {
+        const double x = (double)exact[i] - a, y = (double)row[i] - b, p = exp(x);
+        sum_a += p;
+        sum_b += exp(y);
+        sum += p * (x - y);
+    }
+    *kl = sum / sum_a - log(sum_a) + log(sum_b);
+    *exact_lse = a + log(sum_a);
+    *lse = b + log(sum_b);
+}
+
+static void score(result *r, const window *w, int pos, const float *exact, const float *row) {
+    const int vocab = all.model.vocab, next = w->tokens[pos + 1], i = r->n++;
+    double exact_lse, lse;
+    compare(exact, row, vocab, &r->kl[i], &exact_lse, &lse);
+    r->same += llama_argmax(exact, vocab) == llama_argmax(row, vocab);
+    if (next < 0) return;
+    r->loss[i] = lse - (double)row[next];
+    r->delta[i] = r->loss[i] - (exact_lse - (double)exact[next]);
+    r->predicted = i + 1;
+}
+
+/* >>the cache under test: the library's, or a rival's. */
+typedef struct subject {
+    const plan *p;
+    tkv_cache *kv;
+    rival *r;
+    int n; /* tokens */
+} subject;
+
+static subject subject_create(const plan *p, int room) {
+    subject s;
+    memset(&s, 0, sizeof s);
+    s.p = p;
+    if (p->rival) s.r = rival_create(p->rival, &all.model, room, p->budget);
+    else tkv_create(&p->cfg, &s.kv);
+    if (!s.r && !s.kv) fail("%s: out of memory", p->name);
+    if (p->tables && tkv_calibration_load(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
+        fail("%s: %s", p->name, tkv_last_error(s.kv));
+    return s;
+}
+
+static void subject_destroy(subject *s) {
+    tkv_destroy(s->kv);
+    rival_destroy(s->r);
+}
+
+static int subject_chunk(const subject *s, int left) { /* how many tokens see what single ones would see */
+    if (s->r) return rival_chunk(s->p->rival, s->n, left);
+    return llama_chunk(&s->p->cfg, s->n, left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS);
+}
+
+static void subject_read(subject *s, const int *tokens, int n, float *logits, int n_logits) {
+    const tkv_status status =
+        s->r ? llama_forward_with(&all.model, tokens, n, s->n, rival_attention, s->r, logits, n_logits)
+             : llama_forward(&all.model, s->kv, 0, tokens, n, logits, n_logits);
+    if (status != TKV_OK) fail("%s, token %d: %s", s->p->name, s->n, tkv_status_text(status));
+    s->n += n;
+}
+
+static void subject_bytes(const subject *s, result *r) {
+    const double heads = all.model.n_kv_heads, dims = all.model.head_dim + all.model.v_head_dim;
+    tkv_memory_info mem;
+    r->fp16_bytes = 2 * heads * dims * all.model.n_layers * s->n;
+    if (s->r) {
+        r->archive_bits = rival_bits(s->p->rival, &all.model);
+        r->bytes = rival_bytes(s->p->rival, &all.model, s->n, s->p->budget);
+    } else if (tkv_memory(s->kv, &mem) == TKV_OK) {
+        const tkv_tier_bytes *archive = &mem.tier[TKV_ARCHIVE];
+        if (archive->tokens)
+            r->archive_bits =
+                8 * (double)(archive->codes + archive->metadata) / ((double)archive->tokens * heads * dims);
+        r->bytes = (double)mem.total;
+    }
+}
+
+/* >>jobs */
+static void run_plan(const plan *p, const window *w, result *r, FILE *exact, FILE *write) {
+    const size_t vocab = (size_t)all.model.vocab, count = (size_t)(w->length - all.from);
+    float *logits = (float *)bench_alloc(TKV_BLOCK_TOKENS * vocab * sizeof *logits);
+    float *row = (float *)bench_alloc(vocab * sizeof *row);
+    subject s = subject_create(p, w->length);
+    int pos, n, i, from;
+    if (r) {
+        r->kl = (double *)bench_alloc(3 * count * sizeof *r->kl);
+        r->loss = r->kl + count;
+        r->delta = r->loss + count;
+    }
+    for (pos = 0; pos < w->length; pos += n) {
+        n = subject_chunk(&s, w->length - pos);
+        from = pos < all.from ? all.from : pos; /* the first position of the chunk that is scored */
+        if (from > pos + n) from = pos + n;
+        subject_read(&s, w->tokens + pos, n, logits, pos + n - from);
+        for (i = from; i < pos + n; i++) {
+            const float *mine = logits + (size_t)(i - from) * vocab;
+            if (write && fwrite(mine, sizeof *mine, vocab, write) != vocab) fail("cannot write %s", w->path);
+            if (!r) continue;
+            if (fread(row, sizeof *row, vocab, exact) != vocab) fail("%s is too short: delete it", w->path);
+            score(r, w, i, row, mine);
+        }
+        pthread_mutex_lock(&all.lock);
+        progress(work_of(pos, n));
+        pthread_mutex_unlock(&all.lock);
+    }
+    if (r) subject_bytes(&s, r);
+    subject_destroy(&s);
+    free(row);
+    free(logits);
+}
+
+static int run_key(const plan *p, const passkey *key) { /* whether the answer begins with the digits */
+    const int vocab = all.model.vocab;
+    float *logits = (float *)bench_alloc((size_t)vocab * sizeof *logits);
+    subject s = subject_create(p, key->n + 16);
+    char answer[64];
+    size_t size = 0;
+    int n, i, token, before, len;
+    while (s.n < key->n) {
+        n = subject_chunk(&s, key->n - s.n);
+        subject_read(&s, key->tokens + s.n, n, logits, s.n + n == key->n);
+        pthread_mutex_lock(&all.lock);
+        progress(work_of(s.n - n, n));
+        pthread_mutex_unlock(&all.lock);
+    }
+    before = key->tokens[key->n - 1];
+    for (i = 0; i < 8 && size < 5; i++, before = token) {
+        const char *piece;
+        token = llama_argmax(logits, vocab);
+        piece = llama_piece(&all.model, before, token, &len);
+        for (n = 0; n < len && size < sizeof answer - 1; n++)
+            if (size || piece[n] != ' ') answer[size++] = piece[n]; /* a space may stand before it */
+        subject_read(&s, &token, 1, logits, 1);
+    }
+    answer[size] = 0;
+    subject_destroy(&s);
+    free(logits);
+    return strncmp(answer, key->digits, 5) == 0;
+}
+
+static plan exact_plan(void) {
+    plan p;
+    memset(&p, 0, sizeof p);
+    strcpy(p.name, "the exact cache");
+    llama_kv_config(&all.model, &p.cfg);
+    p.cfg.hot.k = p.cfg.hot.v = TKV_F32;
+    p.cfg.warm = p.cfg.archive = p.cfg.hot;
+    p.cfg.hot_tokens = TKV_ALL;
+    return p;
+}
+
+static void run_exact(const window *w) {
+    const exact_head head = exact_head_of(w);
+    const plan p = exact_plan();
+    char part[sizeof w->path + 24];
+    FILE *f;
+    /* Only a finished file gets the name that is looked for. Another program may write the same one now. */
+    snprintf(part, sizeof part, "%s.%ld", w->path, (long)getpid());
+    f = fopen(part, "wb");
+    if (!f || fwrite(&head, sizeof head, 1, f) != 1) fail("cannot write %s", part);
+    run_plan(&p, w, NULL, NULL, f);
+    if (fclose(f) != 0 || rename(part, w->path) != 0) fail("cannot write %s", w->path);
+}
+
+static void run_job(int job) {
+    const int which = job % all.per_plan, key = which - all.n_windows;
+    FILE *f = key < 0 ? exact_open(&all.windows[which]) : NULL;
+    if (all.exact && key >= 0) {
+        const plan p = exact_plan();
+        all.keys[key].known = run_key(&p, &all.keys[key]);
+    } else if (all.exact && !f) run_exact(&all.windows[which]);
+    else if (!all.exact && key >= 0)
+        all.results[job].right = run_key(&all.plans[job / all.per_plan], &all.keys[key]);
+    else if (!all.exact && !f) fail("%s is gone", all.windows[which].path);
+    else if (!all.exact)
+        run_plan(&all.plans[job / all.per_plan], &all.windows[which], &all.results[job], f, NULL);
+    if (f) fclose(f);
+}
+
+static void *worker(void *unused) {
+    for (;;) {
+        int job;
+        pthread_mutex_lock(&all.lock);
+        job = all.next < all.last ? all.next++ : -1;
+        pthread_mutex_unlock(&all.lock);
+        if (job < 0) return unused;
+        run_job(job);
+        pthread_mutex_lock(&all.lock);
+        all.results[job].done = 1;
+        pthread_cond_signal(&all.finished);
+        pthread_mutex_unlock(&all.lock);
+    }
+}
+
+/* >>tables */
+typedef struct estimate {
+    double mean, error;
+} estimate;
+
+/* Mean, and its standard error from the means of batches of neighbours, which are not independent. A batch
+ * lies within one window. */
+static estimate estimate_of(const result *r, int n_results, size_t which) {
+    estimate e = {0, 0};
+    double sum = 0, squares = 0;
+    int batches = 0, n = 0, i, j, b;
+    for (i = 0; i < n_results; i++) {
+        const double *x = which == 0 ? r[i].kl : which == 1 ? r[i].loss : r[i].delta;
+        const int count = which == 0 ? r[i].n : r[i].predicted, size = count < BATCH ? count : BATCH;
+        for (b = 0; size && b < count / size; b++) {
+            const int to = (b + 1) == count / size ? count : (b + 1) * size;
+            double s = 0;
+            for (j = b * size; j < to; j++) s += x[j];
+            e.mean += s;
+            n += to - b * size;
+            s /= to - b * size;
+            sum += s;
+            squares += s * s;
+            batches++;
+        }
+    }
+    if (n) e.mean /= n;
+    if (batches > 1) e.error = sqrt(fabs(squares - sum * sum / batches) / ((double)batches * (batches - 1)));
+    return e;
+}
+
+static double percentile(const result *r, int n_results, double share) { /* of the KL divergences */
+    double *x, at, y;
+    int n = 0, i, j;
+    for (i = 0; i < n_results; i++) n += r[i].n;
+    x = (double *)bench_alloc((size_t)n * sizeof *x);
+    for (i = n = 0; i < n_results; i++)
+        for (j = 0; j < r[i].n; j++) x[n++] = r[i].kl[j];
+    qsort(x, (size_t)n, sizeof *x, bench_order);
+    at = share * (n - 1);
+    i = (int)at;
+    y = i + 1 < n ? x[i] + (at - i) * (x[i + 1] - x[i]) : x[i];
+    free(x);
+    return y;
+}
+
+typedef struct summary {
+    estimate kl, loss, delta;
+    double kl_999, same, bits, bytes_per_token, ratio;
+} summary;
+
+static summary summarize(const result *r, const window *w, int n) { /* over n windows */
+    summary s;
+    double tokens = 0, bytes = 0, fp16 = 0, scored = 0;
+    int i;
+    memset(&s, 0, sizeof s);
+    s.kl = estimate_of(r, n, 0);
+    s.loss = estimate_of(r, n, 1);
+    s.delta = estimate_of(r, n, 2);
+    s.kl_999 = percentile(r, n, 0.999);
+    for (i = 0; i < n; i++) {
+        s.same += r[i].same;
+        scored += r[i].n;
+        tokens += w[i].length;
+        bytes += r[i].bytes;
+        fp16 += r[i].fp16_bytes;
+        s.bits += r[i].archive_bits / n;
+    }
+    s.same *= 100 / scored;
+    s.bytes_per_token = bytes / tokens;
+    s.ratio = fp16 / bytes;
+    return s;
+}
+
+static void keep_known_keys(void) { /* what the exact cache does not answer is no question */
+    int i, n = 0;
+    for (i = 0; i < all.n_keys; i++) {
+        if (all.keys[i].known) all.keys[n++] = all.keys[i];
+        else
+            fprintf(stderr, "quality: passkey at %d %%: the exact cache does not find it, left out\n",
+                    all.keys[i].depth);
+    }
+    all.n_keys = n;
+}
+
+static void print_head(void) {
+    int i;
+    printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s, windows", base_name(all.model_path),
+           all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
+           base_name(all.text_path));
+    for (i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
+    printf(", positions from %d on\n", all.from);
+    printf("%-30s %5s %7s %6s %19s %8s %7s %8s %17s", "plan", "bits", "B/token", "ratio", "KL divergence",
+           "99.9 %", "top-1 %", "ppl", "dPPL %");
+    if (all.n_keys) printf(" %7s", "passkey");
+    printf("%s\n", all.n_windows > 1 ? "  KL by window" : "");
+    fflush(stdout);
+}
+
+static int count_right(const result *r) { /* passkeys */
+    int i, right = 0;
+    for (i = 0; i < all.n_keys; i++) right += r[all.n_windows + i].right;
+    return right;
+}
+
+static void write_csv(FILE *csv, const plan *p, const result *r) { /* a line for each window, one for all */
+    int i;
+    for (i = 0; i <= all.n_windows; i++) {
+        const int one = i < all.n_windows;
+        const window *w = &all.windows[one ? i : 0];
+        const summary s = summarize(&r[one ? i : 0], w, one ? 1 : all.n_windows);
+        const double growth = exp(s.delta.mean);
+        fprintf(csv, "\"%s\",%d,", p->name, p->theirs);
+        if (one) fprintf(csv, "%d:%d,", w->from, w->length);
+        else fprintf(csv, "all,");
+        fprintf(csv, "%.4f,%.2f,%.4f,%.7f,%.7f,%.6f,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
+                s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same,
+                exp(s.loss.mean - s.delta.mean), exp(s.loss.mean), 100 * (growth - 1),
+                100 * growth * s.delta.error, count_right(r), all.n_keys);
+    }
+    fflush(csv);
+}
+
+static void print_row(const plan *p, const result *r) {
+    const summary s = summarize(r, all.windows, all.n_windows);
+    const double growth = exp(s.delta.mean);
+    char bits[16] = "-";
+    int i;
+    if (s.bits > 0) snprintf(bits, sizeof bits, "%.2f", s.bits);
+    if (all.n_rows++ == 0) /* what every row is compared with */
+        printf("%-30s %5s %7.0f %6.2f %9s   %7s %8s %7s %8.3f\n", "exact", "32.00",
+               2 * s.bytes_per_token * s.ratio, 0.5, "-", "-", "-", "-", exp(s.loss.mean - s.delta.mean));
+    printf("%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f", p->name, bits,
+           s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same, exp(s.loss.mean),
+           100 * (growth - 1), 100 * growth * s.delta.error);
+    if (all.n_keys) printf("   %2d/%-2d", count_right(r), all.n_keys);
+    printf(" ");
+    for (i = 0; all.n_windows > 1 && i < all.n_windows; i++) printf(" %.5f", estimate_of(&r[i], 1, 0).mean);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* Runs the jobs by n threads; prints rows in the order of the plans as soon as they are complete. */
+static void run_jobs(int jobs, int threads, FILE *csv) {
+    pthread_t thread[64];
+    int i, j;
+    all.next = 0;
+    all.last = jobs;
+    memset(all.results, 0, (size_t)jobs * sizeof *all.results);
+    if (threads > 64) threads = 64;
+    for (i = 0; i < threads; i++)
+        if (pthread_create(&thread[i], NULL, worker, NULL) != 0) fail("cannot start a thread");
+    for (i = 0; !all.exact && i < all.n_plans; i++) {
+        result *r = &all.results[i * all.per_plan];
+        pthread_mutex_lock(&all.lock);
+        for (j = 0; j < all.per_plan; j++)
+            while (!r[j].done) pthread_cond_wait(&all.finished, &all.lock);
+        progress(0);
+        print_row(&all.plans[i], r);
+        if (csv) write_csv(csv, &all.plans[i], r);
+        pthread_mutex_unlock(&all.lock);
+    }
+    for (i = 0; i < threads; i++) pthread_join(thread[i], NULL);
+    progress(0);
+}
+
+/* >>options */
+static void help(int status) {
+    int i;
+    fputs(usage, stdout);
+    plan_print_names();
+    printf("Rivals:");
+    for (i = 0; i < (int)(sizeof rival_kinds / sizeof *rival_kinds); i++) printf(" %s", rival_kinds[i].name);
+    printf("\n");
+    exit(status);
+}
+
+int main(int argc, char **argv) {
+    const char *csv_path = NULL, *data = getenv("TKV_DATA");
+    char err[256], text_path[1024];
+    int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, i, exact_jobs = 0;
+    double work = 0;
+    float theta = 0;
+    FILE *csv = NULL;
+    all.from = -1;
+    all.cache_dir = "build/quality";
+    all.needle = "The pass key is #####. Remember it. ##### is the pass key.";
+    all.question = "What is the pass key? The pass key is";
+    for (i = 1; i < argc; i++) {
+        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(0);
+        else if (strcmp(name, "--rope-halves") == 0) halves = 1;
+        else if (strcmp(name, "--rivals") == 0) rivals = 1;
+        else if (strcmp(name, "--no-rivals") == 0) rivals = 0;
+        else if (strcmp(name, "--passkey") == 0) passkeys = 1;
+        else if (name[0] != '-' && !all.model_path) all.model_path = name;
+        else if (!value || name[0] != '-') fail("%s: no such option, or its value is missing", name);
+        else if (i++, strcmp(name, "--text") == 0) all.text_path = value;
+        else if (strcmp(name, "--tables-text") == 0) all.tables_path = value;
+        else if (strcmp(name, "--window") == 0) add_window(value);
+        else if (strcmp(name, "--from") == 0) all.from = atoi(value) > 0 ? atoi(value) : 0;
+        else if (strcmp(name, "--threads") == 0) threads = atoi(value) > 0 ? atoi(value) : 1;
+        else if (strcmp(name, "--csv") == 0) csv_path = value;
+        else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
+        else if (strcmp(name, "--needle") == 0) all.needle = value;
+        else if (strcmp(name, "--question") == 0) all.question = value;
+        else if (strcmp(name, "--theta") == 0) theta = (float)atof(value);
+        else if (strcmp(name, "--plan") == 0 || strcmp(name, "--plans") == 0)
+            n_plans++; /* read below: what they may say depends on the model */
+        else fail("%s: no such option (quality --help)", name);
+    }
+    if (!all.model_path) help(1);
+    if (!llama_load(all.model_path, NULL, &all.model, err, sizeof err)) fail("%s: %s", all.model_path, err);
+    if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
+    if (theta > 0) all.model.rope_theta = theta;
+    all.model.rope_halves = halves;
+    snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");
+    if (!all.text_path) all.text_path = text_path;
+    fill_windows(passkeys);
+    for (i = 1; i + 1 < argc; i++) {
+        if (strcmp(argv[i], "--plan") == 0) add_plan(argv[++i], 0, 0);
+        else if (strcmp(argv[i], "--plans") == 0) add_plans_of(argv[++i]);
+    }
+    if (!n_plans && all.windows[0].length < SHORT) {
+        fprintf(stderr,
+                "quality: windows of %d tokens: the list of plans has no warm tiers, and loaded tables\n",
+                all.windows[0].length);
+        add_plans(short_plans, sizeof short_plans / sizeof *short_plans, 0);
+    } else if (!n_plans) add_plans(standard_plans, sizeof standard_plans / sizeof *standard_plans, 0);
+    if (rivals < 0) rivals = !n_plans;
+    if (rivals) add_plans(rival_plans, sizeof rival_plans / sizeof *rival_plans, 1);
+    for (i = all.n_plans; i-- > 0;)
+        if (!fill_budget(&all.plans[i]))
+            memmove(&all.plans[i], &all.plans[i + 1], (size_t)(--all.n_plans - i) * sizeof *all.plans);
+    if (!all.n_plans) fail("no plan is left");
+    learn_tables();
+    make_directory(all.cache_dir);
+    if (csv_path) {
+        csv = fopen(csv_path, "wb");
+        if (!csv) fail("cannot write %s", csv_path);
+        fprintf(csv, "plan,rival,window,bits,bytes_per_token,ratio,kl,kl_error,kl_999,top1_percent,exact_ppl,"
+                     "ppl,dppl_percent,dppl_error,passkey_right,passkey_asked\n");
+    }
+    all.per_plan = all.n_windows + all.n_keys;
+    all.results = (result *)bench_alloc((size_t)((all.n_plans + 1) * all.per_plan) * sizeof *all.results);
+    pthread_mutex_init(&all.lock, NULL);
+    pthread_cond_init(&all.finished, NULL);
+
+    for (i = 0; i < all.n_windows; i++) {
+        FILE *f = exact_open(&all.windows[i]);
+        if (f) fclose(f);
+        else exact_jobs = 1, work += work_of(0, all.windows[i].length);
+    }
+    for (i = 0; i < all.n_keys; i++, exact_jobs = 1) work += work_of(0, all.keys[i].n);
+    all.exact = 1;
+    progress_begin("exact", work);
+    if (exact_jobs) run_jobs(all.per_plan, threads, NULL);
+    all.exact = 0;
+    keep_known_keys();
+    all.per_plan = all.n_windows + all.n_keys;
+    for (work = 0, i = 0; i < all.per_plan; i++)
+        work += all.n_plans * work_of(0, i < all.n_windows ? all.windows[i].length : all.keys[0].n);
+    print_head();
+    progress_begin("plans", work);
+    run_jobs(all.n_plans * all.per_plan, threads, csv);
+    if (csv && fclose(csv) != 0) fail("cannot write %s", csv_path);
+    return 0;
+}

@@ -1,0 +1,470 @@
+/*
+ * rivals.h - other people's caches, simulated: keys and values in plain floats that were coded and decoded by
+ * the rival's rules at the moment when it would code them, and exact attention over them.
+ *
+ * Coded when a token comes: llama.cpp's q8_0, q5_0, q4_1, q4_0 (blocks of 32 in ggml-quants.c), with +h after
+ * the Hadamard transform that llama.cpp puts before them since pull request 21038. In pages: per-token groups
+ * as in the QuantizedCache of Hugging Face Transformers, Kitty (arXiv 2511.18643). By age: VeloxQuant-MLX's
+ * AgeTieredKV. Never: StreamingLLM (arXiv 2309.17453), which forgets instead.
+ *
+ * Windows move at the start of a chunk of 64 tokens, so Kitty's exact values are the newest 128 to 191
+ * instead of 128, in its favour. Bytes follow from the formats, metadata included and nothing else.
+ */
+#ifndef TKV_RIVALS_H
+#define TKV_RIVALS_H
+
+#include "../examples/llama.h"
+
+enum { RIVAL_CHUNK = 64, RIVAL_PAGE = 128, RIVAL_TILE = 512, RIVAL_RECENT = 128, RIVAL_MID = 1024 };
+
+/* >>codecs: code and decode in place. */
+static float rival_half(float x) { /* rounded to fp16 */
+    int e;
+    frexpf(x, &e);
+    e = e - 11 < -24 ? -24 : e - 11;
+    x = ldexpf(rintf(ldexpf(x, -e)), e);
+    return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+}
+
+static float rival_farthest(const float *x, int n) { /* the value of the largest size, with its sign */
+    float far = 0;
+    int i;
+    for (i = 0; i < n; i++)
+        if (fabsf(x[i]) > fabsf(far)) far = x[i];
+    return far;
+}
+
+static void rival_q8_0(float *x, int n) {
+    int i;
+    for (; n > 0; n -= 32, x += 32) {
+        const float d = fabsf(rival_farthest(x, 32)) / 127.0f, id = d > 0 ? 1.0f / d : 0.0f;
+        const float scale = rival_half(d);
+        for (i = 0; i < 32; i++) x[i] = scale * roundf(x[i] * id);
+    }
+}
+
+/* q4_0 and q5_0: levels -half .. half - 1, of which the farthest value gets the first. */
+static void rival_signed(float *x, int n, int half) {
+    int i;
+    for (; n > 0; n -= 32, x += 32) {
+        const float d = rival_farthest(x, 32) / (float)-half, id = d > 0 || d < 0 ? 1.0f / d : 0.0f;
+        const float scale = rival_half(d);
+        for (i = 0; i < 32; i++) {
+            const int code = (int)(x[i] * id + (float)half + 0.5f);
+            x[i] = scale * (float)((code > 2 * half - 1 ? 2 * half - 1 : code) - half);
+        }
+    }
+}
+static void rival_q4_0(float *x, int n) { rival_signed(x, n, 8); }
+static void rival_q5_0(float *x, int n) { rival_signed(x, n, 16); }
+
+static void rival_range(const float *x, size_t stride, int n, float *least, float *most) {
+    int i;
+    *least = *most = x[0];
+    for (i = 1; i < n; i++) {
+        const float y = x[(size_t)i * stride];
+        if (y < *least) *least = y;
+        if (y > *most) *most = y;
+    }
+}
+
+static void rival_q4_1(float *x, int n) {
+    int i;
+    for (; n > 0; n -= 32, x += 32) {
+        float least, most, d, id, scale, zero;
+        rival_range(x, 1, 32, &least, &most);
+        d = (most - least) / 15.0f;
+        id = d > 0 ? 1.0f / d : 0.0f;
+        scale = rival_half(d), zero = rival_half(least);
+        for (i = 0; i < 32; i++) {
+            const int code = (int)((x[i] - least) * id + 0.5f);
+            x[i] = scale * (float)(code > 15 ? 15 : code) + zero;
+        }
+    }
+}
+
+/* One group by its minimum and a scale, both fp16 (KIVI, arXiv 2402.02750, section 3). */
+static void rival_min_max(float *x, size_t stride, int n, int bits) {
+    const float top = (float)((1 << bits) - 1);
+    float least, most, scale, zero;
+    int i;
+    rival_range(x, stride, n, &least, &most);
+    scale = rival_half((most - least) / top), zero = rival_half(least);
+    for (i = 0; i < n; i++, x += stride) {
+        float code = scale > 0 ? rintf((*x - zero) / scale) : 0;
+        code = code < 0 ? 0 : code > top ? top : code;
+        *x = scale * code + zero;
+    }
+}
+static void rival_groups(float *x, int n, int bits) { /* of at most 64 channels */
+    for (; n > 0; n -= 64, x += 64) rival_min_max(x, 1, n < 64 ? n : 64, bits);
+}
+static void rival_int4(float *x, int n) { rival_groups(x, n, 4); }
+static void rival_int2(float *x, int n) { rival_groups(x, n, 2); }
+
+static void rival_hadamard(float *x, int n) { /* n a power of two; its own inverse */
+    const float norm = 1.0f / sqrtf((float)n);
+    int step, i, j;
+    for (step = 1; step < n; step *= 2)
+        for (i = 0; i < n; i += 2 * step)
+            for (j = i; j < i + step; j++) {
+                const float a = x[j], b = x[j + step];
+                x[j] = a + b, x[j + step] = a - b;
+            }
+    for (i = 0; i < n; i++) x[i] *= norm;
+}
+
+/* >>kinds */
+typedef enum rival_rule {
+    RIVAL_APPEND, /* rows, when they come */
+    RIVAL_PAGES,  /* rows, when a page of them is full */
+    RIVAL_KITTY,
+    RIVAL_AGE,
+    RIVAL_STREAMING
+} rival_rule;
+
+typedef struct rival_kind {
+    const char *name;
+    rival_rule rule;
+    int sinks;
+    void (*row)(float *x, int n);
+    double bits; /* of a coded value, metadata included; 0: see rival_bits */
+    int hadamard;
+} rival_kind;
+
+static const rival_kind rival_kinds[] = {
+    {"q8_0", RIVAL_APPEND, 0, rival_q8_0, 8.5, 0},    {"q8_0+h", RIVAL_APPEND, 0, rival_q8_0, 8.5, 1},
+    {"q5_0", RIVAL_APPEND, 0, rival_q5_0, 5.5, 0},    {"q5_0+h", RIVAL_APPEND, 0, rival_q5_0, 5.5, 1},
+    {"q4_1", RIVAL_APPEND, 0, rival_q4_1, 5.0, 0},    {"q4_1+h", RIVAL_APPEND, 0, rival_q4_1, 5.0, 1},
+    {"q4_0", RIVAL_APPEND, 0, rival_q4_0, 4.5, 0},    {"q4_0+h", RIVAL_APPEND, 0, rival_q4_0, 4.5, 1},
+    {"hf-int4", RIVAL_PAGES, 0, rival_int4, 0, 0},    {"hf-int2", RIVAL_PAGES, 0, rival_int2, 0, 0},
+    {"kitty", RIVAL_KITTY, 32, rival_int2, 0, 0},     {"age-8/4/2", RIVAL_AGE, 0, NULL, 3.0, 0},
+    {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0},
+};
+
+static const rival_kind *rival_find(const char *name) { /* NULL: there is none */
+    size_t i;
+    for (i = 0; i < sizeof rival_kinds / sizeof *rival_kinds; i++)
+        if (strcmp(rival_kinds[i].name, name) == 0) return &rival_kinds[i];
+    return NULL;
+}
+
+/* NULL, or why this rival cannot hold this model. */
+static inline const char *rival_refuses(const rival_kind *kind, const llama_model *m) {
+    if (m->head_dim > TKV_MAX_HEAD_DIM || m->v_head_dim > TKV_MAX_HEAD_DIM) return "head_dim is too large";
+    if (kind->rule == RIVAL_APPEND && (m->head_dim % 32 || m->v_head_dim % 32))
+        return "head_dim is not a multiple of its 32 values";
+    if (kind->hadamard && (m->head_dim % 64 || m->v_head_dim % 64)) return "head_dim is not a multiple of 64";
+    return NULL;
+}
+
+/* >>cache */
+typedef struct rival_side { /* K or V of one KV head of one layer */
+    float *p;
+    size_t token, channel; /* strides: K is kept by channel, V by token, so that attention adds rows */
+    int dim, turned;       /* channels under one Hadamard transform: as llama.cpp takes them */
+} rival_side;
+
+typedef struct rival {
+    const rival_kind *kind;
+    const llama_model *m;
+    int room, n;          /* tokens */
+    int budget;           /* of StreamingLLM: sinks and window */
+    float *k, *v;         /* [layer][KV head][channel][room] and [layer][KV head][room][channel] */
+    float *scores, *turn; /* [rows of a chunk][room], and the sinks' shift for each row of the chunk */
+} rival;
+
+static void rival_destroy(rival *r) {
+    if (!r) return;
+    free(r->k);
+    free(r->v);
+    free(r->scores);
+    free(r->turn);
+    free(r);
+}
+
+/* For up to `room` tokens; NULL: out of memory. `budget` is for StreamingLLM only. */
+static rival *rival_create(const rival_kind *kind, const llama_model *m, int room, int budget) {
+    rival *r = (rival *)calloc(1, sizeof *r);
+    size_t heads, rows;
+    if (!r) return NULL;
+    heads = (size_t)m->n_layers * (size_t)m->n_kv_heads;
+    rows = (size_t)(RIVAL_CHUNK * (m->n_heads / m->n_kv_heads));
+    r->kind = kind, r->m = m, r->room = room, r->budget = budget;
+    r->k = (float *)malloc(heads * (size_t)room * (size_t)m->head_dim * sizeof *r->k);
+    r->v = (float *)malloc(heads * (size_t)room * (size_t)m->v_head_dim * sizeof *r->v);
+    r->scores = (float *)malloc(rows * (size_t)room * sizeof *r->scores);
+    r->turn = (float *)malloc((size_t)(RIVAL_CHUNK * m->rope_dim + m->rope_dim) * sizeof *r->turn);
+    if (r->k && r->v && r->scores && r->turn) return r;
+    rival_destroy(r);
+    return NULL;
+}
+
+static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int head) {
+    const size_t index = (size_t)layer * (size_t)r->m->n_kv_heads + (size_t)head, room = (size_t)r->room;
+    rival_side s;
+    s.dim = side == TKV_K ? r->m->head_dim : r->m->v_head_dim;
+    s.p = (side == TKV_K ? r->k : r->v) + index * (size_t)s.dim * room;
+    s.token = side == TKV_K ? 1 : (size_t)s.dim;
+    s.channel = side == TKV_K ? room : 1;
+    s.turned = side == TKV_K ? s.dim & -s.dim : 64;
+    return s;
+}
+
+/* Tokens from .. to - 1 by the kind's rows. */
+static void rival_code_rows(const rival *r, const rival_side *s, int from, int to) {
+    float x[TKV_MAX_HEAD_DIM];
+    int t, c;
+    for (t = from; t < to; t++) {
+        float *p = s->p + (size_t)t * s->token;
+        for (c = 0; c < s->dim; c++) x[c] = p[(size_t)c * s->channel];
+        for (c = 0; r->kind->hadamard && c < s->dim; c += s->turned) rival_hadamard(x + c, s->turned);
+        r->kind->row(x, s->dim);
+        for (c = 0; r->kind->hadamard && c < s->dim; c += s->turned) rival_hadamard(x + c, s->turned);
+        for (c = 0; c < s->dim; c++) p[(size_t)c * s->channel] = x[c];
+    }
+}
+
+/* Groups along tokens: `wide` bits for the channels of the largest mean size, `bits` for the others. */
+static void rival_code_channels(const rival_side *s, int from, int to, int bits, int n_wide, int wide) {
+    float size[TKV_MAX_HEAD_DIM];
+    int c, t, i;
+    for (c = 0; c < s->dim; c++) {
+        const float *p = s->p + (size_t)from * s->token + (size_t)c * s->channel;
+        size[c] = 0;
+        for (t = from; t < to; t++, p += s->token) size[c] += fabsf(*p);
+    }
+    for (c = 0; c < s->dim; c++) {
+        int larger = 0;
+        for (i = 0; i < s->dim; i++) larger += size[i] > size[c] || (!(size[i] < size[c]) && i < c);
+        rival_min_max(s->p + (size_t)from * s->token + (size_t)c * s->channel, s->token, to - from,
+                      larger < n_wide ? wide : bits);
+    }
+}
+
+/* Tokens before this one are coded when n are there and all that is due was done. */
+static int rival_coded(const rival_kind *kind, int n) {
+    const int pages = n < kind->sinks ? 0 : (n - kind->sinks) / RIVAL_PAGE * RIVAL_PAGE;
+    return kind->rule == RIVAL_APPEND || kind->rule == RIVAL_AGE ? n : kind->sinks + pages;
+}
+
+static int rival_age_bits(int age) { return age < RIVAL_RECENT ? 8 : age < RIVAL_MID ? 4 : 2; }
+
+/* What is due when n tokens are there and n more came since the last time (at `before` tokens). */
+static void rival_age(const rival *r, const rival_side *s, tkv_side side, int before, int n) {
+    const rival_kind *kind = r->kind;
+    int from = rival_coded(kind, before), to = rival_coded(kind, n), t;
+    if (kind->rule == RIVAL_PAGES) rival_code_rows(r, s, from, to);
+    if (kind->rule == RIVAL_KITTY && side == TKV_K)
+        for (; from < to; from += RIVAL_PAGE)
+            rival_code_channels(s, from, from + RIVAL_PAGE, 2, s->dim / 4, 4);
+    if (kind->rule == RIVAL_KITTY && side == TKV_V) {
+        from = before - RIVAL_PAGE > kind->sinks ? before - RIVAL_PAGE : kind->sinks;
+        to = n - RIVAL_PAGE > kind->sinks ? n - RIVAL_PAGE : kind->sinks;
+        rival_code_rows(r, s, from, to);
+    }
+    if (kind->rule == RIVAL_AGE) /* groups of 32; the age is that of a group's oldest token */
+        for (t = 0; t < before; t += 32) {
+            const int bits = rival_age_bits(n - 1 - t);
+            if (bits < rival_age_bits(before - 1 - t))
+                rival_code_channels(s, t, t + 32 < before ? t + 32 : before, bits, 0, 0);
+        }
+}
+
+/* Where the chunk ends that begins at pos: at a page's end, if there are pages. */
+static int rival_chunk(const rival_kind *kind, int pos, int left) {
+    const int to_next =
+        pos < kind->sinks ? kind->sinks - pos : RIVAL_CHUNK - (pos - kind->sinks) % RIVAL_CHUNK;
+    const int n = to_next < RIVAL_CHUNK ? to_next : RIVAL_CHUNK;
+    return n < left ? n : left;
+}
+
+/* Bytes of n tokens of all layers. */
+static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, int budget) {
+    const double heads = (double)m->n_layers * m->n_kv_heads, k = m->head_dim, v = m->v_head_dim;
+    const double fp16 = heads * (k + v) * 2;
+    const int coded = rival_coded(kind, n);
+    double bytes = 0;
+    int t;
+    switch (kind->rule) {
+    case RIVAL_APPEND: bytes = n * heads * (k + v) * kind->bits / 8; break;
+    case RIVAL_PAGES: /* a scale and a minimum per token and 64 channels */
+        t = kind->row == rival_int4 ? 4 : 2;
+        bytes = coded * heads * ((k + v) * t / 8 + 4 * (ceil(k / 64) + ceil(v / 64)));
+        bytes += (n - coded) * fp16;
+        break;
+    case RIVAL_KITTY: /* K: a scale and a minimum per channel and page, a bit per channel says how wide */
+        bytes = (coded - kind->sinks) * heads * (k * 2.5 + k * 33 / (double)RIVAL_PAGE) / 8;
+        bytes += (n - coded + kind->sinks) * heads * k * 2;
+        t = n - kind->sinks - RIVAL_PAGE > 0 ? n - kind->sinks - RIVAL_PAGE : 0;
+        bytes += t * heads * (v / 4 + 4 * ceil(v / 64)) + (n - t) * heads * v * 2;
+        break;
+    case RIVAL_AGE:
+        for (t = 0; t < n; t += 32)
+            bytes += (n - t < 32 ? n - t : 32) * heads * (k + v) * (rival_age_bits(n - 1 - t) + 1) / 8;
+        break;
+    case RIVAL_STREAMING: bytes = (n < budget ? n : budget) * fp16; break;
+    }
+    return bytes;
+}
+
+/* Bits of a value of an old token, K and V together. */
+static double rival_bits(const rival_kind *kind, const llama_model *m) {
+    const int many = 1 << 20;
+    if (kind->bits > 0) return kind->bits;
+    return 8 * (rival_bytes(kind, m, 2 * many, 0) - rival_bytes(kind, m, many, 0)) /
+           ((double)many * m->n_layers * m->n_kv_heads * (m->head_dim + m->v_head_dim));
+}
+
+/* >>attention */
+/* y[0 .. n) += a[0] x + a[1] (x + stride) + ..., m of them, at most 4. */
+static void rival_add(float *y, const float *a, int m, const float *x, size_t stride, size_t n) {
+    size_t i = 0;
+    int j;
+    if (m == 4) {
+        llama_vec b[4];
+        float same[4][LLAMA_LANES];
+        for (j = 0; j < 4; j++)
+            for (i = 0; i < LLAMA_LANES; i++) same[j][i] = a[j];
+        memcpy(b, same, sizeof b);
+        for (i = 0; i + LLAMA_LANES <= n; i += LLAMA_LANES) {
+            const float *p = x + i;
+            llama_vec s = LLAMA_VEC(y + i) + b[0] * LLAMA_VEC(p) + b[1] * LLAMA_VEC(p + stride) +
+                          (b[2] * LLAMA_VEC(p + 2 * stride) + b[3] * LLAMA_VEC(p + 3 * stride));
+            memcpy(y + i, &s, sizeof s);
+        }
+    }
+    for (; i < n; i++)
+        for (j = 0; j < m; j++) y[i] += a[j] * x[(size_t)j * stride + i];
+}
+
+/* How much a row's sinks are moved: StreamingLLM counts positions inside its cache, so that they stay within
+ * a window of the query. */
+static void rival_turns(const rival *r, int n) {
+    const llama_model *m = r->m;
+    const int pairs = m->rope_dim / 2;
+    float *factors = r->turn + (size_t)(RIVAL_CHUNK * m->rope_dim);
+    int i, j;
+    if (m->rope_factors.data) llama_row(&m->rope_factors, 0, factors);
+    for (i = 0; i < n; i++) {
+        const int shift = r->n + i + 1 > r->budget ? r->n + i + 1 - r->budget : 0;
+        for (j = 0; j < pairs; j++) {
+            double f = pow((double)m->rope_theta, -2.0 * j / m->rope_dim);
+            if (m->rope_factors.data) f /= (double)factors[j];
+            r->turn[2 * (i * pairs + j)] = (float)cos(f * shift);
+            r->turn[2 * (i * pairs + j) + 1] = (float)-sin(f * shift);
+        }
+    }
+}
+
+/* exp of x <= 0 to 1e-7 of it, in a form that compilers turn into vectors. */
+static float rival_exp(float x) {
+    const float y = (x < -86.0f ? -86.0f : x) * 1.44269504f;
+    const int32_t n = (int32_t)(y - 0.5f), power = (n + 127) * (1 << 23);
+    const float f = (y - (float)n) * 0.69314718f;
+    float scale, e = 1.0f / 720;
+    memcpy(&scale, &power, sizeof scale);
+    e = e * f + 1.0f / 120;
+    e = e * f + 1.0f / 24;
+    e = e * f + 1.0f / 6;
+    e = e * f + 0.5f;
+    e = e * f + 1.0f;
+    return (e * f + 1.0f) * scale;
+}
+
+/* p[0 .. n) becomes exp(p - high); their sum. */
+static double rival_exps(float *p, int n, float high) {
+    double sum = 0;
+    int i;
+    for (i = 0; i < n; i++) p[i] = rival_exp(p[i] - high);
+    for (i = 0; i < n; i++) sum += (double)p[i];
+    return sum;
+}
+
+/* One KV head: n tokens, its queries and outputs one behind the other, the next token's n_heads further. */
+static void rival_attend(const rival *r, const rival_side *k, const rival_side *v, const float *q, int n,
+                         float *out) {
+    const llama_model *m = r->m;
+    const int streaming = r->kind->rule == RIVAL_STREAMING, sinks = streaming ? r->kind->sinks : 0;
+    const int group = m->n_heads / m->n_kv_heads, rows = n * group, end = r->n + n;
+    const int first = streaming && end > r->budget ? (end - r->budget) / RIVAL_TILE * RIVAL_TILE : 0;
+    const float scale = 1.0f / sqrtf((float)k->dim);
+    float x[TKV_MAX_HEAD_DIM];
+    int row, tile, c, t;
+    for (row = 0; row < rows; row++)
+        memset(r->scores + (size_t)row * (size_t)r->room, 0, (size_t)end * sizeof *r->scores);
+    for (tile = first; tile < end; tile += RIVAL_TILE) { /* so that its keys stay near for all rows */
+        const int count = end - tile < RIVAL_TILE ? end - tile : RIVAL_TILE;
+        for (row = 0; row < rows; row++) {
+            const float *query = q + (row / group * m->n_heads + row % group) * k->dim;
+            for (c = 0; c < k->dim; c++) x[c] = scale * query[c];
+            for (c = 0; c < k->dim; c += 4)
+                rival_add(r->scores + (size_t)row * (size_t)r->room + tile, x + c,
+                          k->dim - c < 4 ? k->dim - c : 4, k->p + (size_t)c * k->channel + tile, k->channel,
+                          (size_t)count);
+        }
+    }
+    for (row = 0; row < rows; row++) { /* keys 0 .. sinks - 1 and from .. to - 1 */
+        const int at = row / group * m->n_heads + row % group, to = r->n + row / group + 1;
+        const int gone = streaming && to > r->budget ? to - r->budget : 0,
+                  from = sinks < to ? gone + sinks : to;
+        float *p = r->scores + (size_t)row * (size_t)r->room, *o = out + at * v->dim, high = -1e30f;
+        double sum;
+        if (gone) {
+            for (c = 0; c < k->dim; c++) x[c] = scale * q[at * k->dim + c];
+            llama_rope(m, x, 1, 1, r->turn + row / group * m->rope_dim);
+            for (t = 0; t < sinks; t++)
+                for (c = 0, p[t] = 0; c < k->dim; c++)
+                    p[t] += x[c] * k->p[(size_t)c * k->channel + (size_t)t];
+        }
+        for (t = 0; t < to; t = t + 1 == sinks ? from : t + 1)
+            if (p[t] > high) high = p[t];
+        sum = rival_exps(p, sinks < to ? sinks : to, high) + rival_exps(p + from, to - from, high);
+        for (t = 0; t < to; t++) p[t] = t < sinks || t >= from ? p[t] * (float)(1 / sum) : 0;
+        for (; t < end; t++) p[t] = 0;
+        for (c = 0; c < v->dim; c++) o[c] = 0;
+        for (t = 0; first && t < sinks; t++) rival_add(o, p + t, 1, v->p + t * v->dim, 0, (size_t)v->dim);
+    }
+    for (tile = first; tile < end; tile += RIVAL_TILE)
+        for (row = 0; row < rows; row++) {
+            const float *p = r->scores + (size_t)row * (size_t)r->room;
+            const int to = end - tile < RIVAL_TILE ? end : tile + RIVAL_TILE;
+            float *o = out + (row / group * m->n_heads + row % group) * v->dim;
+            for (t = tile; t < to; t += 4)
+                rival_add(o, p + t, to - t < 4 ? to - t : 4, v->p + (size_t)t * v->token, v->token,
+                          (size_t)v->dim);
+        }
+}
+
+/* For llama_forward_with: ctx is the rival. The tokens count as held after the last layer. */
+static tkv_status rival_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                                  float *out) {
+    rival *r = (rival *)ctx;
+    const llama_model *m = r->m;
+    const int group = m->n_heads / m->n_kv_heads, before = r->n;
+    int head, side, t, c;
+    if (n > RIVAL_CHUNK || n > r->room - r->n) return TKV_ERR_CAPACITY;
+    if (layer == 0 && r->kind->rule == RIVAL_STREAMING) rival_turns(r, n);
+    for (head = 0; head < m->n_kv_heads; head++) {
+        rival_side s[2];
+        for (side = 0; side < 2; side++) {
+            const float *from = side == TKV_K ? k : v;
+            s[side] = rival_side_of(r, (tkv_side)side, layer, head);
+            for (t = 0; t < n; t++)
+                for (c = 0; c < s[side].dim; c++)
+                    s[side].p[(size_t)(before + t) * s[side].token + (size_t)c * s[side].channel] =
+                        from[(size_t)(t * m->n_kv_heads + head) * (size_t)s[side].dim + (size_t)c];
+            if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r, &s[side], before, before + n);
+            if (r->kind->rule == RIVAL_AGE) /* the newest in 8 bits */
+                for (t = before; t < before + n; t += 32)
+                    rival_code_channels(&s[side], t, t + 32 < before + n ? t + 32 : before + n, 8, 0, 0);
+        }
+        rival_attend(r, &s[TKV_K], &s[TKV_V], q + head * group * m->head_dim, n,
+                     out + head * group * m->v_head_dim);
+        for (side = 0; side < 2; side++) rival_age(r, &s[side], (tkv_side)side, before, before + n);
+    }
+    if (layer == m->n_layers - 1) r->n += n;
+    return TKV_OK;
+}
+
+#endif /* TKV_RIVALS_H */

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Turns what bench/quality --csv wrote into tables of QUALITY.md, and can make all of it anew.
+
+    python3 bench/tables.py FILE.csv [sides]   prints a table
+    python3 bench/tables.py --fill             puts the tables into QUALITY.md that there are CSV files for
+    python3 bench/tables.py --run [NAME ...]   runs the commands that QUALITY.md gives (for these), then fills
+
+In QUALITY.md a table stands between `<!-- NAME.csv -->` and `<!-- end -->`; the command that makes it is an
+indented one with `--csv build/quality/NAME.csv`. `<!-- NAME.csv sides -->`: learned tables beside loaded.
+Commands run in the repository's root; TKV_DATA is ../shared/data if unset.
+"""
+import csv
+import os
+import re
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PAGE = os.path.join(ROOT, "bench", "QUALITY.md")
+FOLDER = "build/quality/"
+PLACE = re.compile(r"(<!-- (\S+)\.csv( sides)? -->\n).*?(<!-- end -->)", re.S)
+
+
+# >>tables
+def read_rows(path):
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def short(x):
+    return "%.5f" % x if x < 0.001 else "%.4f" % x if x < 0.1 else "%.3f" % x if x < 1 else "%.2f" % x
+
+
+def with_error(row):
+    return "%s +- %s" % (short(float(row["kl"])), short(float(row["kl_error"])))
+
+
+def growth(row):
+    return "%+.2f +- %.2f" % (float(row["dppl_percent"]), float(row["dppl_error"]))
+
+
+def keeps_old_tokens(row):
+    return not row["plan"].startswith("streaming")
+
+
+def bits(row):
+    return "%.2f" % float(row["bits"]) if float(row["bits"]) > 0 and keeps_old_tokens(row) else "-"
+
+
+def layout(head, lines):
+    return ["| %s |" % " | ".join(cells) for cells in [head, ["---"] * len(head)] + lines]
+
+
+def windows_of(rows, plan):
+    return [row for row in rows if row["plan"] == plan and row["window"] != "all"]
+
+
+def caption(rows):
+    windows = windows_of(rows, rows[0]["plan"])
+    return ["Windows %s. Perplexity of the exact cache %s." % (
+        ", ".join(row["window"] for row in windows),
+        " / ".join("%.3f" % float(row["exact_ppl"]) for row in windows)), ""]
+
+
+def table(rows):
+    keys = any(row["passkey_asked"] != "0" for row in rows)
+    apart = 1 < len(windows_of(rows, rows[0]["plan"])) <= 4
+    lines = []
+    for row in rows:
+        if row["window"] != "all":
+            continue
+        line = ["`%s`" % row["plan"], bits(row), "%.0f" % float(row["bytes_per_token"]),
+                "%.2f" % float(row["ratio"]), with_error(row)]
+        if apart:
+            line.append(" / ".join(short(float(r["kl"])) for r in windows_of(rows, row["plan"])))
+        line += [short(float(row["kl_999"])), "%.1f" % float(row["top1_percent"]), growth(row)]
+        if keys:
+            line.append("%s of %s" % (row["passkey_right"], row["passkey_asked"]))
+        lines.append(line)
+    head = ["plan", "bits", "bytes per token", "ratio", "KL divergence"] + ["by window"] * apart
+    return caption(rows) + layout(head + ["99.9 %", "top-1 %", "dPPL %"] + ["passkey"] * keys, lines)
+
+
+def without_tables(plan):
+    return " ".join(word for word in plan.split() if not word.startswith("tables="))
+
+
+def sides(rows):
+    """Plans with a word tables= beside those without it."""
+    whole = {row["plan"]: row for row in rows if row["window"] == "all"}
+    loaded = [plan for plan in whole if without_tables(plan) != plan and without_tables(plan) in whole]
+    words = sorted({word for plan in loaded for word in plan.split() if word.startswith("tables=")},
+                   key=lambda word: [int(n) for n in re.findall(r"\d+", word)])
+    lines = []
+    for plan in dict.fromkeys(map(without_tables, loaded)):
+        same = {word: whole[p] for p in loaded for word in words
+                if without_tables(p) == plan and word in p.split()}
+        shown = [whole[plan]] + [same.get(word) for word in words]
+        lines.append(["`%s`" % plan, bits(whole[plan])] + [with_error(row) if row else "-" for row in shown]
+                     + [growth(row) if row else "-" for row in shown])
+    names = ["learned online"] + ["`%s`" % word for word in words]
+    return caption(rows) + layout(["plan", "bits"] + ["KL, " + name for name in names]
+                                  + ["dPPL %, " + name for name in names], lines)
+
+
+# >>the page
+def command_of(page, name):
+    """The indented command that writes this CSV, its continued lines joined."""
+    for block in re.findall(r"(?:^    .*\n)+", page, re.M):
+        for command in re.sub(r"\\\n\s*", "", block).split("\n"):
+            if re.search(r"--csv %s%s\.csv(\s|$)" % (re.escape(FOLDER), re.escape(name)), command):
+                return command.strip()
+    sys.exit("tables: QUALITY.md has no command with --csv %s%s.csv" % (FOLDER, name))
+
+
+def run(page, names):
+    environment = dict(os.environ)
+    environment.setdefault("TKV_DATA", os.path.join(os.path.dirname(ROOT), "shared", "data"))
+    for i, name in enumerate(names):
+        command = command_of(page, name)
+        print("tables: %d of %d, %s\n%s" % (i + 1, len(names), name, command), flush=True)
+        if subprocess.run(command, shell=True, cwd=ROOT, env=environment).returncode != 0:
+            sys.exit("tables: this command failed")
+
+
+def fill(page):
+    def filled(match):
+        path = os.path.join(ROOT, FOLDER, match.group(2) + ".csv")
+        if not os.path.exists(path):
+            print("tables: no %s%s.csv, its table stays. It comes from\n%s"
+                  % (FOLDER, match.group(2), command_of(page, match.group(2))))
+            return match.group(0)
+        rows = read_rows(path)
+        if not rows:
+            sys.exit("tables: %s is empty" % path)
+        return match.group(1) + "\n".join((sides if match.group(3) else table)(rows)) + "\n" + match.group(4)
+
+    return PLACE.sub(filled, page)
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
+    if sys.argv[1] not in ("--fill", "--run"):
+        print("\n".join((sides if sys.argv[2:] == ["sides"] else table)(read_rows(sys.argv[1]))))
+        return
+    with open(PAGE) as f:
+        page = f.read()
+    known = list(dict.fromkeys(match.group(2) for match in PLACE.finditer(page)))
+    unknown = set(sys.argv[2:]) - set(known)
+    if unknown:
+        sys.exit("tables: no table %s; there are %s" % (", ".join(sorted(unknown)), ", ".join(known)))
+    if sys.argv[1] == "--run":
+        run(page, sys.argv[2:] or known)
+    page = fill(page)
+    with open(PAGE, "w") as f:
+        f.write(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+/*
+ * format_tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
+ * Calls format.h.
+ */
+#ifndef TKVI_FORMAT_TILES_H
+#define TKVI_FORMAT_TILES_H
+
+#include "format.h"
+
+/* Level of a code; `upper`: of the second channel of a pair. */
+static float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
+    return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
+}
+
+/* Codes of a side as they come to be packed, and where the code of one value stands. */
+typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
+
+static uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
+    unsigned p = (unsigned)position; /* divided without a look at the sign */
+    return &code[p / 4u][4u * (unsigned)token + p % 4u];
+}
+
+static uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* pairs have one lane for two channels */
+    unsigned l = (unsigned)lane, t = (unsigned)token;
+    return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
+}
+
+static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes code, uint8_t *dst) {
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, number = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i++, number++) {
+            help->pack_tile(dst, &at, width, code[number]);
+            tkvi_next_tile(&at, width);
+        }
+}
+
+/* >>K */
+static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                size_t stride) {
+    float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, r, t, position = 0;
+    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
+        for (i = 0; i < tiles; i++, position += 4) {
+            uint8_t tile[TKVI_TILE_CODES];
+            if (width) {
+                tkvi_unpack_tile(src, &at, width, tile);
+                tkvi_next_tile(&at, width);
+            } else {
+                memset(tile, 0, sizeof tile);
+            }
+            for (r = 0; r < 4; r++) {
+                int channel = tkvi_channel(s, position + r);
+                for (t = first; t < first + n && channel < s->dim; t++) {
+                    int m = t * s->groups / TKVI_BLOCK * s->pad + position + r;
+                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + r])); /* exact */
+                    x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+                }
+            }
+        }
+    }
+    if (s->format->rotated)
+        for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+/* >>V */
+static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+
+static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                                size_t stride) {
+    float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, t, c, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i++) {
+            uint8_t tile[TKVI_TILE_CODES];
+            int from = i % 4 * 16, channels = tkvi_slab_channels(s, width);
+            tkvi_unpack_tile(src, &at, width, tile);
+            tkvi_next_tile(&at, width);
+            for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
+                for (c = 0; c < tkvi_min(channels, s->dim - slab); c++) {
+                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
+                    int code = tile[(t - from) / 4 * 64 + 4 * (c % 16) + t % 4];
+                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
+                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] = tkvi_f32(product + zero[m]);
+                }
+            if (i % 4 == 3) slab += channels;
+        }
+    if (s->format->rotated)
+        for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+#endif /* TKVI_FORMAT_TILES_H */

@@ -1,0 +1,1421 @@
+/*
+ * test_kvquant.c - KVQUANT formats: RoPE in whole numbers against double precision, k-means against the optimum,
+ * bytes against a second reader of them and of the saved table, what each part of the method is good for,
+ * and the life of tables in a cache.
+ *
+ * cc -O2 tests/test_kvquant.c -o test_kvquant -lm && ./test_kvquant [filter | --list]
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "tkv_test.h"
+
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
+enum { FAST_MATH = 1 };
+#else
+enum { FAST_MATH = 0 };
+#endif
+
+enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+
+static const tkv_format formats[] = {TKV_KVQUANT2, TKV_KVQUANT3, TKV_KVQUANT4};
+
+static float in[MOST], out[MOST], want[MOST];
+static uint8_t bytes[4 * MOST], other[4 * MOST];
+
+static tkv_codec codec(tkv_format format, int side, int dim) {
+    tkv_codec c;
+    memset(&c, 0, sizeof c);
+    c.format = format;
+    c.side = side ? TKV_V : TKV_K;
+    c.head_dim = dim;
+    return c;
+}
+
+static const char *name_of(tkv_format f) {
+    const char *name = tkv_format_name(f);
+    return name ? name : "";
+}
+
+static double half_at(const uint8_t *p) {
+    int h = p[0] | p[1] << 8, e = h >> 10 & 31, m = h & 1023;
+    double x = e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
+    return h >> 15 ? -x : x;
+}
+
+static double float_at(const uint8_t *p) {
+    uint32_t u = (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+    float f;
+    memcpy(&f, &u, 4);
+    return (double)f;
+}
+
+static double squared_error(const float *a, const float *b, int n) {
+    double sum = 0;
+    int i;
+    for (i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+    return sum;
+}
+
+static double squares(const float *a, int n) {
+    double sum = 0;
+    int i;
+    for (i = 0; i < n; i++) sum += (double)a[i] * (double)a[i];
+    return sum;
+}
+
+static uint64_t hash_of(uint64_t h, const uint8_t *p, size_t n) {
+    while (n--) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
+
+static uint64_t hash_of_floats(uint64_t h, const float *x, int n) {
+    int i, k;
+    for (i = 0; i < n; i++)
+        for (k = 0; k < 4; k++) {
+            uint8_t b = (uint8_t)(tkvi_bits(x[i]) >> 8 * k & 255u);
+            h = hash_of(h, &b, 1);
+        }
+    return h;
+}
+
+/* >>RoPE */
+static tkv_rope rope_of(int dim, double base, int interleaved, double scale) {
+    tkv_rope r;
+    memset(&r, 0, sizeof r);
+    r.dim = dim;
+    r.base = (float)base;
+    r.interleaved = interleaved;
+    r.scale = (float)scale;
+    return r;
+}
+
+/* As models have it, in double. direction -1 takes it back. */
+static void naive_rope(const tkv_rope *r, double position, int direction, const float *x, double *y,
+                       int dim) {
+    const double tau = 6.283185307179586477;
+    int j, i;
+    for (i = 0; i < dim; i++) y[i] = (double)x[i];
+    for (j = 0; j < r->dim / 2; j++) {
+        int a = r->interleaved ? 2 * j : j, b = r->interleaved ? 2 * j + 1 : j + r->dim / 2;
+        double f = pow(r->base > 0 ? (double)r->base : 10000.0, -2.0 * j / r->dim), angle, c, s;
+        if (r->frequencies) f = (double)r->frequencies[j];
+        f *= r->scale > 0 ? (double)r->scale : 1.0;
+        angle = fmod(position * f, tau) * direction;
+        c = cos(angle);
+        s = sin(angle);
+        y[a] = (double)x[a] * c - (double)x[b] * s;
+        y[b] = (double)x[b] * c + (double)x[a] * s;
+    }
+}
+
+TEST(rope_against_double) {
+    static const int64_t positions[] = {0, 1, 2, 63, 64, 1000, 4095, 65537, 131072, 1048575, 1000000};
+    static const float given[] = {1.0f, 0.3f, 0.017f, 1e-3f, 4e-6f, 0.0f};
+    static const double bases[] = {0, 10000, 500000, 1e6, 1e7, 2};
+    tkv_rng rng = tkv_rng_seed(1);
+    int b, p, d, i, k;
+    for (b = 0; b < COUNT(bases) + 1; b++)
+        for (d = 0; d < 12; d++) {
+            static const int dims[] = {2, 12, 64, 96, 128, 256};
+            int dim = dims[d % 6];
+            tkv_rope r = rope_of(dim, b < COUNT(bases) ? bases[b] : 0, d / 6,
+                                 d % 3 == 1 ? 0.25
+                                 : d % 4    ? 0
+                                            : 1.75);
+            tkvi_rope rope;
+            if (b == COUNT(bases)) {
+                if (dim != 12) continue;
+                r.frequencies = given;
+            }
+            CHECK(tkvi_rope_wrong(&r, 256) == NULL);
+            tkvi_rope_make(&rope, &r);
+            for (p = 0; p < COUNT(positions); p++)
+                for (k = 0; k < 2; k++) {
+                    float x[256] = {0.0f}, y[256];
+                    double ref[256], worst = 0, size = 0;
+                    tkv_rng_fill(&rng, x, (size_t)dim, 1);
+                    memcpy(y, x, sizeof y);
+                    tkvi_rope_turn(&rope, positions[p], k, y);
+                    naive_rope(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
+                    for (i = 0; i < dim; i++) {
+                        double e = fabs((double)y[i] - ref[i]);
+                        worst = e > worst ? e : worst;
+                        size = fabs(ref[i]) > size ? fabs(ref[i]) : size;
+                    }
+                    /* the scale is a float, as are given frequencies: no more is known */
+                    CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
+                              (double)r.base, (long)positions[p], worst, size);
+                    tkvi_rope_turn(&rope, positions[p], !k, y);
+                    CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(squares(x, dim)));
+                }
+        }
+}
+
+TEST(rope_refuses) {
+    static const float bad[] = {1.0f, 2.0f};
+    tkv_rope r = rope_of(64, 0, 0, 0);
+    tkv_config cfg = tkv_config_default();
+    char reason[200];
+    CHECK(tkvi_rope_wrong(&r, 64) == NULL);
+    CHECK(tkvi_rope_wrong(&r, 63) != NULL);
+    r = rope_of(63, 0, 0, 0);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(-2, 0, 0, 0);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(2, 1.5, 0, 0);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(2, 0, 2, 0);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(2, 0, 0, 4.5);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(2, 0, 0, -1);
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    r = rope_of(4, 0, 0, 0);
+    r.frequencies = bad;
+    CHECK(tkvi_rope_wrong(&r, 64) != NULL);
+    cfg.n_layers = cfg.n_heads = 1;
+    cfg.head_dim = 32;
+    cfg.rope.dim = 34;
+    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "rope.dim is 34") != NULL);
+    cfg.rope.dim = 32;
+    cfg.kvquant = 16;
+    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "kvquant is 16") != NULL);
+    cfg.kvquant = 15;
+    CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+}
+
+/* Bits of the turned values are those of every machine, under any flags. */
+TEST(rope_golden) {
+    tkv_rng rng = tkv_rng_seed(2);
+    uint64_t h = 0xcbf29ce484222325u;
+    float x[128], c, s;
+    int i;
+    for (i = 0; i < 64; i++) {
+        tkv_rope r = rope_of(128, i % 2 ? 500000 : 10000, i / 2 % 2, i % 5 ? 0 : 0.25);
+        tkvi_rope rope;
+        tkvi_rope_make(&rope, &r);
+        tkv_rng_fill(&rng, x, 128, 1);
+        tkvi_rope_turn(&rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
+        h = hash_of_floats(h, x, 128);
+    }
+    CHECK_MSG(h == 0xcaeaac5066f4fe89u, "%016llx", (unsigned long long)h);
+    for (i = 0; i < 5000; i++) {
+        uint64_t angle = tkv_rng_u64(&rng);
+        double turn = 6.283185307179586477 * ldexp((double)(angle >> 11), -53);
+        tkvi_cos_sin(angle, &c, &s);
+        if (fabs((double)c - cos(turn)) > 4e-8 || fabs((double)s - sin(turn)) > 4e-8) CHECK(0);
+    }
+    tkvi_cos_sin(0, &c, &s);
+    CHECK(c == 1.0f && s == 0.0f);
+    tkvi_cos_sin((uint64_t)1 << 62, &c, &s);
+    CHECK(c == 0.0f && s == 1.0f);
+    tkvi_cos_sin((uint64_t)1 << 63, &c, &s);
+    CHECK(c == -1.0f && s == 0.0f);
+    tkvi_cos_sin((uint64_t)3 << 62, &c, &s);
+    CHECK(c == 0.0f && s == -1.0f);
+}
+
+/* >>levels */
+static int64_t histogram[TKVI_BOOK_BINS];
+
+static double draw(tkv_rng *r, int kind) {
+    double g = tkv_rng_gauss(r), u = tkv_rng_uniform(r);
+    switch (kind) {
+    case 0: return 0.35 * g;
+    case 1:
+        return u < 0.5 ? 0.15 * log(1 - tkv_rng_uniform(r))
+                       : -0.15 * log(1 - tkv_rng_uniform(r)); /* Laplace */
+    case 2: return u < 0.4 ? -0.6 + 0.05 * g : 0.4 + 0.2 * g;
+    case 3: return -1 - 0.3 * log(1 - u);
+    case 4: return 2 * u - 1;
+    default: return 0.1 * g / (0.3 + fabs(tkv_rng_gauss(r))); /* heavy tails */
+    }
+}
+
+static void fill_histogram(tkv_rng *r, int kind, int n) {
+    memset(histogram, 0, sizeof histogram);
+    while (n) {
+        double x = draw(r, kind);
+        if (x < -1 || x > 1) continue;
+        histogram[tkvi_book_bin((float)x)] += 1 + kind * 1000;
+        n--;
+    }
+}
+
+static double bin_at(int i) { return (double)(2 * i + 1 - TKVI_BOOK_BINS) / TKVI_BOOK_BINS; }
+
+/* Mean square error of nearest levels. */
+static double book_error(const float *level, int n) {
+    double sum = 0, all = 0;
+    int i, j;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) {
+        double best = 100;
+        for (j = 0; j < n; j++) {
+            double e = bin_at(i) - (double)level[j];
+            best = e * e < best ? e * e : best;
+        }
+        sum += best * (double)histogram[i];
+        all += (double)histogram[i];
+    }
+    return sum / all;
+}
+
+/* The least error that any n levels have: dynamic programming over the places where cells end. */
+static double best_error(int n) {
+    static double w[TKVI_BOOK_BINS + 1], x[TKVI_BOOK_BINS + 1], q[TKVI_BOOK_BINS + 1];
+    static double had[TKVI_BOOK_BINS + 1], now[TKVI_BOOK_BINS + 1];
+    int i, j, k;
+    for (i = 0; i < TKVI_BOOK_BINS; i++) {
+        double c = (double)histogram[i];
+        w[i + 1] = w[i] + c;
+        x[i + 1] = x[i] + c * bin_at(i);
+        q[i + 1] = q[i] + c * bin_at(i) * bin_at(i);
+        had[i + 1] = 1e300;
+    }
+    had[0] = 0;
+    for (k = 0; k < n; k++) {
+        for (i = 0; i <= TKVI_BOOK_BINS; i++) {
+            now[i] = had[i];
+            for (j = i - 1; j >= 0; j--) {
+                double d = w[i] - w[j], s = x[i] - x[j], cost = d > 0 ? q[i] - q[j] - s * s / d : 0;
+                if (cost > now[i]) break; /* longer cells cost more */
+                if (had[j] + cost < now[i]) now[i] = had[j] + cost;
+            }
+        }
+        memcpy(had, now, sizeof had);
+    }
+    return had[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
+}
+
+TEST(levels_are_nearly_the_best) {
+    tkv_rng r = tkv_rng_seed(3);
+    int kind, bits, j, i;
+    for (kind = 0; kind < 6; kind++) {
+        fill_histogram(&r, kind, 30000);
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book book, uniform;
+            double error, best = best_error(1 << bits);
+            int n = 1 << bits;
+            tkvi_book_make(histogram, bits, 0, &book);
+            error = book_error(book.level, n);
+            if (getenv("TKV_TEST_SHOW"))
+                printf("\n    kind %d, %d bits: %.4f of the best", kind, bits, error / best);
+            CHECK_MSG(error <= 1.08 * best, "kind %d, %d bits: %g, the best %g", kind, bits, error, best);
+            tkvi_book_make(histogram, bits, 1, &uniform);
+            CHECK_LE(error, book_error(uniform.level, n) * 1.02);
+            for (j = 0; j < n;
+                 j++) { /* each is the mean of what it stands for; evenly spaced ones are that */
+                double sum = 0, all = 0;
+                for (i = 0; i < TKVI_BOOK_BINS; i++) {
+                    double x = bin_at(i),
+                           lo = j ? 0.5 * ((double)book.level[j - 1] + (double)book.level[j]) : -2,
+                           hi = j < n - 1 ? 0.5 * ((double)book.level[j] + (double)book.level[j + 1]) : 2;
+                    if (x <= lo || x > hi) continue;
+                    sum += x * (double)histogram[i];
+                    all += (double)histogram[i];
+                }
+                if (all > 0) CHECK_NEAR(book.level[j], sum / all, 5e-3);
+                CHECK_NEAR(uniform.level[j], -1 + 2.0 * j / (n - 1), 3e-4);
+            }
+        }
+    }
+}
+
+/* The mean and the variance of what is decoded are those of the values. */
+TEST(norm_restores_moments) {
+    tkv_rng r = tkv_rng_seed(4);
+    int kind, bits, uniform, i, j;
+    for (kind = 0; kind < 6; kind++) {
+        fill_histogram(&r, kind, 20000);
+        for (bits = 2; bits <= 4; bits++)
+            for (uniform = 0; uniform < 2; uniform++) {
+                tkvi_book b;
+                double m[2][3] = {{0}};
+                tkvi_book_make(histogram, bits, uniform, &b);
+                for (i = 0; i < TKVI_BOOK_BINS; i++) {
+                    double c = (double)histogram[i];
+                    int best = 0;
+                    for (j = 1; j < 1 << bits; j++)
+                        if (fabs(bin_at(i) - (double)b.level[j]) < fabs(bin_at(i) - (double)b.level[best]))
+                            best = j;
+                    m[0][0] += c, m[0][1] += c * bin_at(i), m[0][2] += c * bin_at(i) * bin_at(i);
+                    m[1][0] += c, m[1][1] += c * (double)b.normed[best];
+                    m[1][2] += c * (double)b.normed[best] * (double)b.normed[best];
+                }
+                for (i = 0; i < 2; i++) {
+                    m[i][1] /= m[i][0];
+                    m[i][2] = m[i][2] / m[i][0] - m[i][1] * m[i][1];
+                }
+                CHECK_NEAR(m[0][1], m[1][1], 2e-3);
+                CHECK_NEAR(m[1][2] / m[0][2], 1, 0.01);
+            }
+    }
+}
+
+TEST(odd_histograms) {
+    int k, bits, j;
+    for (k = 0; k < 7; k++)
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book b;
+            memset(histogram, 0, sizeof histogram);
+            if (k == 1) histogram[0] = 1;
+            if (k == 2) histogram[TKVI_BOOK_BINS - 1] = (int64_t)1 << 62;
+            if (k == 3) histogram[0] = histogram[TKVI_BOOK_BINS - 1] = (int64_t)1 << 61;
+            if (k == 4) histogram[1000] = histogram[1001] = 1;
+            if (k == 5) histogram[3] = (int64_t)1 << 60, histogram[2000] = 1;
+            if (k == 6)
+                for (j = 0; j < TKVI_BOOK_BINS; j++) histogram[j] = (int64_t)1 << 50;
+            tkvi_book_make(histogram, bits, 0, &b);
+            for (j = 0; j < 1 << bits; j++) {
+                CHECK(b.level[j] >= -1 && b.level[j] <= 1);
+                CHECK(b.normed[j] >= -4 && b.normed[j] <= 4);
+                if (j) CHECK(b.level[j] >= b.level[j - 1] && b.normed[j] >= b.normed[j - 1]);
+            }
+            if (k == 1 || k == 2) /* one of them is there */
+                for (j = 0; j < 1 << bits; j++)
+                    if (fabs((double)b.level[j]) > 0.999) break;
+            if (k == 1 || k == 2) CHECK(j < 1 << bits);
+        }
+}
+
+/* >>a second reader of the bytes */
+typedef struct reader {
+    int bits, dim, slots, k, own;
+    const uint8_t *src;
+    double level[16];
+    const double *radius, *middle; /* of K, from a table; NULL: from the block */
+} reader;
+
+static int slots_of(int dim) { return dim == 1 ? 0 : dim <= 100 ? 1 : dim <= 200 ? 2 : 3; }
+
+static reader reader_of(tkv_format f, int side, int dim, int flags, const uint8_t *src) {
+    reader r;
+    memset(&r, 0, sizeof r);
+    r.bits = f == TKV_KVQUANT4 ? 4 : f == TKV_KVQUANT3 ? 3 : 2;
+    r.dim = dim;
+    r.k = !side;
+    r.slots = flags & TKV_KVQUANT_DENSE ? 0 : slots_of(dim);
+    r.src = src;
+    return r;
+}
+
+static int reader_code(const reader *r, int t, int c) {
+    int row = (r->dim * r->bits + 7) / 8, code = 0, b;
+    for (b = 0; b < r->bits; b++) {
+        int at = c * r->bits + b;
+        code |= (r->src[t * row + at / 8] >> at % 8 & 1) << b;
+    }
+    return code;
+}
+
+/* Before RoPE. */
+static double reader_value(const reader *r, int t, int c) {
+    const uint8_t *meta = r->src + BLOCK * ((r->dim * r->bits + 7) / 8),
+                  *slot = meta + (r->k ? 4 : 4 * BLOCK);
+    const uint8_t *own = slot + 3 * BLOCK * r->slots;
+    double radius = r->k ? 0 : half_at(meta + 2 * t), middle = r->k ? 0 : half_at(meta + 2 * BLOCK + 2 * t),
+           x;
+    int i;
+    if (r->k) {
+        radius = r->radius ? r->radius[c] : half_at(own + 2 * c);
+        middle = r->middle ? r->middle[c] : half_at(own + 2 * r->dim + 2 * c);
+    }
+    x = (double)(float)(r->level[reader_code(r, t, c)] * radius + middle);
+    for (i = 0; i < r->slots; i++)
+        if (slot[3 * (t * r->slots + i)] == c)
+            x = (double)(float)(x + half_at(slot + 3 * (t * r->slots + i) + 1));
+    return x;
+}
+
+static void fill(tkv_rng *r, int kind, int n, int dim) {
+    int i;
+    for (i = 0; i < n * dim; i++) {
+        double g = tkv_rng_gauss(r);
+        switch (kind) {
+        case 0: in[i] = (float)g; break;
+        case 1: in[i] = (float)(g * (i % dim % 13 == 5 ? 40 : 1) + (i % dim % 7 == 2 ? 30 : 0)); break;
+        case 2: in[i] = (float)(g * 0.001); break;
+        case 3: in[i] = (float)floor(g * 8) / 4; break;
+        case 4: in[i] = (float)(g * 8000); break;
+        default: in[i] = tkv_rng_below(r, 3) ? 0.0f : (float)g;
+        }
+    }
+}
+
+static void through(const tkv_codec *c, int n) {
+    size_t size = tkv_encoded_size(c);
+    CHECK_EQ(tkv_encode(c, in, 0, n, bytes, size), TKV_OK);
+    CHECK_EQ(tkv_decode(c, bytes, size, n, out, 0), TKV_OK);
+}
+
+static double clamped(float x) { return x > 65504.0f ? 65504 : x < -65504.0f ? -65504 : (double)x; }
+
+/* Of the group that a value is coded with. */
+static double range_of(const float *x, int n, int dim, int side, int t, int c) {
+    double low = 1e9, high = -1e9;
+    int i;
+    for (i = 0; i < (side ? dim : n); i++) {
+        double y = clamped(side ? x[t * dim + i] : x[i * dim + c]);
+        low = y < low ? y : low;
+        high = y > high ? y : high;
+    }
+    return high - low;
+}
+
+TEST(bytes_as_drawn) {
+    static const int dims[] = {1, 2, 5, 16, 33, 64, 80, 100, 101, 128, 200, 201, 255, 256};
+    tkv_rng rng = tkv_rng_seed(5);
+    int f, i, side, flags, t, c, n;
+    for (f = 0; f < 3; f++)
+        for (i = 0; i < COUNT(dims); i++)
+            for (side = 0; side < 2; side++)
+                for (flags = 0; flags < 16; flags += 2) {
+                    int dim = dims[i], bits = 2 + f, slots = flags & TKV_KVQUANT_DENSE ? 0 : slots_of(dim);
+                    tkv_codec cd = codec(formats[f], side, dim);
+                    reader r = reader_of(formats[f], side, dim, flags, bytes);
+                    int wrong = 0, spread = 0;
+                    size_t size = (size_t)(BLOCK * ((dim * bits + 7) / 8 + 3 * slots) +
+                                           (side ? 4 * BLOCK : 4 + 4 * dim));
+                    cd.kvquant = flags;
+                    CHECK_EQ(tkv_encoded_size(&cd),
+                             tkvi_align_up((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
+                                 tkvi_align_up(size - (size_t)(BLOCK * ((dim * bits + 7) / 8))));
+                    n = flags % 4 ? BLOCK : 1 + tkv_rng_below(&rng, BLOCK);
+                    fill(&rng, (i + flags / 2) % 6, n, dim);
+                    through(&cd, n);
+                    for (c = 0; c < 1 << bits; c++) {
+                        tkvi_book b;
+                        tkvi_book_standard(bits, flags & TKV_KVQUANT_UNIFORM, &b);
+                        r.level[c] = (double)b.level[c];
+                    }
+                    for (t = 0; t < n; t++)
+                        for (c = 0; c < dim; c++) {
+                            double x = clamped(in[t * dim + c]), y = (double)out[t * dim + c];
+                            wrong += fabs(reader_value(&r, t, c) - y) > 0;
+                            /* half the widest step */
+                            spread +=
+                                fabs(x - y) > range_of(in, n, dim, side, t, c) * 0.18 + 1e-3 * fabs(x) + 1e-7;
+                        }
+                    CHECK_MSG(wrong == 0, "%s %d, dim %d, flags %d: %d are not as drawn", name_of(formats[f]),
+                              side, dim, flags, wrong);
+                    CHECK_MSG(spread == 0, "%s %d, dim %d, flags %d: %d far off", name_of(formats[f]), side,
+                              dim, flags, spread);
+                }
+}
+
+/* Slots hold what is far out, to the rounding of fp16. */
+TEST(outliers_are_kept) {
+    tkv_rng rng = tkv_rng_seed(6);
+    int f, t, i;
+    for (f = 0; f < 3; f++) {
+        tkv_codec c = codec(formats[f], 1, 128);
+        double plain, dense;
+        fill(&rng, 0, BLOCK, 128);
+        through(&c, BLOCK);
+        plain = squared_error(in, out, MOST / 2);
+        for (t = 0; t < BLOCK; t++) { /* two of 128: at one end, or at both */
+            in[t * 128 + t] = 500.0f + (float)t;
+            in[t * 128 + 127 - t % 60] = t % 2 ? 900.0f : -700.0f;
+        }
+        through(&c, BLOCK);
+        for (t = 0, dense = 0; t < BLOCK; t++)
+            for (i = 0; i < 128; i++) {
+                double e = (double)out[t * 128 + i] - (double)in[t * 128 + i];
+                if (in[t * 128 + i] > 100 || in[t * 128 + i] < -100) CHECK_NEAR(e, 0, 0.51);
+                else dense += e * e;
+            }
+        CHECK_LE(dense, 1.6 * plain); /* those that had the slots before are in the range now */
+        c.kvquant = TKV_KVQUANT_DENSE;
+        through(&c, BLOCK);
+        CHECK_LE(100 * plain, squared_error(in, out, BLOCK * 128));
+    }
+}
+
+/* Zeros stay, nothing is ever NaN or infinite; bytes do not depend on what is beyond the tokens. */
+TEST(extremes) {
+    static const float odd[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
+                                -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
+    tkv_rng r = tkv_rng_seed(7);
+    int f, i, k, flags, side, bad;
+    for (f = 0; f < 3; f++)
+        for (flags = 0; flags < 16; flags++)
+            for (side = 0; side < 2; side++) {
+                int dim = flags % 2 ? 38 : 64;
+                tkv_codec c = codec(formats[f], side, dim);
+                c.kvquant = flags;
+                c.rope = rope_of(32, 0, flags / 2 % 2, 0);
+                c.position = 1000003;
+                memset(in, 0, sizeof in);
+                through(&c, BLOCK);
+                for (i = 0, bad = 0; i < BLOCK * dim; i++) bad += fabs((double)out[i]) > 0;
+                CHECK_EQ(bad, 0);
+                for (k = 0; k < 8; k++) {
+                    int n = 1 + tkv_rng_below(&r, BLOCK), few = 2 + tkv_rng_below(&r, COUNT(odd) - 1);
+                    for (i = 0; i < n * dim; i++) in[i] = odd[tkv_rng_below(&r, few)];
+                    through(&c, n);
+                    for (i = 0, bad = 0; i < n * dim; i++) bad += !tkvi_is_finite(out[i]);
+                    CHECK_MSG(bad == 0, "%s: not finite", name_of(c.format));
+                }
+                if (side || flags & TKV_KVQUANT_POST_ROPE) {
+                    for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* flat */
+                    through(&c, BLOCK);
+                    for (i = 0; i < BLOCK * dim; i++) CHECK_NEAR(out[i], 600.25, 0.3);
+                }
+            }
+}
+
+TEST(any_bytes_decode) { /* for the sanitizers */
+    tkv_rng r = tkv_rng_seed(8);
+    size_t i;
+    int k;
+    for (k = 0; k < 300; k++) {
+        tkv_codec c = codec(formats[k % 3], k / 3 % 2, 1 + tkv_rng_below(&r, 256));
+        size_t size = tkv_encoded_size(&c);
+        c.kvquant = tkv_rng_below(&r, 16);
+        c.rope = rope_of(c.head_dim & ~1, 0, k % 2, 0);
+        for (i = 0; i < size; i++) bytes[i] = (uint8_t)(tkv_rng_u64(&r) >> 40);
+        CHECK_EQ(tkv_decode(&c, bytes, size, BLOCK, out, 0),
+                 size >= tkv_encoded_size(&c) ? TKV_OK : TKV_ERR_ARG);
+    }
+}
+
+/* Keys that are constant before RoPE are so again, at any position: both layouts, partial RoPE too. */
+TEST(keys_are_turned_back) {
+    static const int positions[] = {0, 77, 131000, 1048000};
+    tkv_rng rng = tkv_rng_seed(9);
+    int f, p, layout, t, i;
+    for (f = 0; f < 3; f++)
+        for (p = 0; p < COUNT(positions); p++)
+            for (layout = 0; layout < 4; layout++) {
+                int dim = 96;
+                tkv_codec c = codec(formats[f], 0, dim);
+                float key[96];
+                double y[96], worst = 0;
+                for (i = 0; i < dim; i++)
+                    key[i] = (float)(tkv_rng_below(&rng, 4000) - 2000) / 64.0f; /* fp16 */
+                c.rope = rope_of(layout / 2 ? 64 : 96, 500000, layout % 2, 0);
+                c.position = positions[p];
+                for (t = 0; t < BLOCK; t++) {
+                    naive_rope(&c.rope, positions[p] + t, 1, key, y, dim);
+                    for (i = 0; i < dim; i++) in[t * dim + i] = (float)y[i];
+                }
+                through(&c, BLOCK);
+                for (i = 0; i < BLOCK * dim; i++) {
+                    double e = fabs((double)in[i] - (double)out[i]);
+                    worst = e > worst ? e : worst;
+                }
+                CHECK_LE(worst, 4e-5); /* of 31: ranges are no wider than the rounding of what came */
+                c.position = 0;        /* the bytes say where */
+                CHECK_EQ(tkv_decode(&c, bytes, tkv_encoded_size(&c), BLOCK, want, 0), TKV_OK);
+                CHECK_MEM(want, out, (size_t)(BLOCK * dim) * sizeof *out);
+                c.kvquant = TKV_KVQUANT_POST_ROPE; /* as they come they are not constant */
+                c.position = positions[p];
+                through(&c, BLOCK);
+                CHECK_LE(1.0, sqrt(squared_error(in, out, BLOCK * dim) / (BLOCK * dim)) * (f + 1) * (f + 1));
+            }
+}
+
+TEST(golden) {
+    static const uint64_t known[3] = {0xcf7527228b545469u, 0x5d1950d06977ad62u, 0x80f61573f4f562a2u};
+    static const int dims[] = {2, 24, 80, 128};
+    int f, i, side, flags;
+    if (FAST_MATH) SKIP("encoders may round otherwise");
+    for (f = 0; f < 3; f++) {
+        tkv_rng r = tkv_rng_seed(99);
+        uint64_t h = 0xcbf29ce484222325u;
+        for (i = 0; i < COUNT(dims); i++)
+            for (side = 0; side < 2; side++)
+                for (flags = 0; flags < 16; flags++) {
+                    tkv_codec c = codec(formats[f], side, dims[i]);
+                    c.kvquant = flags;
+                    c.rope = rope_of(dims[i], flags % 3 ? 0 : 500000, flags % 2, 0);
+                    c.position = flags * 4321;
+                    fill(&r, flags % 6, 50, dims[i]);
+                    CHECK_EQ(tkv_encode(&c, in, 0, 50, bytes, sizeof bytes), TKV_OK);
+                    CHECK_EQ(tkv_decode(&c, bytes, sizeof bytes, 50, out, 0), TKV_OK);
+                    h = hash_of_floats(hash_of(h, bytes, tkv_encoded_size(&c)), out, 50 * dims[i]);
+                }
+        CHECK_MSG(h == known[f], "%s: %016llx", name_of(formats[f]), (unsigned long long)h);
+    }
+}
+
+/* >>in a cache */
+enum { HEADS = 2, TOKENS = 2048, WIDEST = 128 };
+
+typedef struct stream { /* what a model gives: keys have ranges and means of their channels before RoPE */
+    tkv_config cfg;
+    int dim, v_dim, tails;
+    tkv_rng rng;
+    int at;
+    float k[TOKENS * HEADS * WIDEST], v[TOKENS * HEADS * WIDEST];
+} stream;
+
+static stream flow;
+static float read_k[TOKENS * HEADS * WIDEST], read_v[TOKENS * HEADS * WIDEST];
+static float q[64 * HEADS * 2 * WIDEST], answer[64 * HEADS * 2 * WIDEST], slow[64 * HEADS * 2 * WIDEST];
+
+/* tails: how far out the rare values are. */
+static stream *stream_of(tkv_format k, tkv_format v, int dim, int v_dim, int tails, uint64_t seed) {
+    stream *s = &flow;
+    int t, h, c;
+    memset(s, 0, sizeof *s);
+    s->dim = dim, s->v_dim = v_dim, s->tails = tails;
+    s->cfg.n_layers = 1, s->cfg.n_heads = 2 * HEADS, s->cfg.n_kv_heads = HEADS;
+    s->cfg.head_dim = dim, s->cfg.v_head_dim = v_dim;
+    s->cfg.hot.k = s->cfg.hot.v = TKV_F32;
+    s->cfg.hot_tokens = 64;
+    s->cfg.warm_tokens = TKV_NONE;
+    s->cfg.archive.k = k, s->cfg.archive.v = v;
+    s->cfg.warm = s->cfg.archive; /* A and R, the default, learn too */
+    s->cfg.rope = rope_of(dim & ~1, 0, 0, 0);
+    s->cfg.isa = tkv_test_isa();
+    s->rng = tkv_rng_seed(seed);
+    for (t = 0; t < TOKENS; t++)
+        for (h = 0; h < HEADS; h++) {
+            float key[WIDEST] = {0.0f};
+            double y[WIDEST];
+            for (c = 0; c < dim; c++) {
+                double g = tkv_rng_gauss(&s->rng), size = c % 11 == 3 ? 6 : c % 5 ? 1 : 0.2;
+                if (tails && tkv_rng_below(&s->rng, 100) == 0) g *= tails;
+                key[c] = (float)(size * g + (c % 7 == 2 ? 12 : 0));
+            }
+            naive_rope(&s->cfg.rope, t, 1, key, y, dim);
+            for (c = 0; c < dim; c++) s->k[(t * HEADS + h) * dim + c] = (float)y[c];
+            for (c = 0; c < v_dim; c++) {
+                double g = tkv_rng_gauss(&s->rng);
+                if (tails && tkv_rng_below(&s->rng, 100) == 0) g *= tails;
+                s->v[(t * HEADS + h) * v_dim + c] = (float)g;
+            }
+        }
+    return s;
+}
+
+static int feed(tkv_cache *kv, stream *s, int seq, int n, int chunk) {
+    int end = s->at + n;
+    while (s->at < end) {
+        int m = end - s->at < chunk ? end - s->at : chunk;
+        tkv_status st =
+            tkv_append(kv, seq, 0, s->k + s->at * HEADS * s->dim, s->v + s->at * HEADS * s->v_dim, m);
+        if (st) return st;
+        s->at += m;
+    }
+    return TKV_OK;
+}
+
+static void check_cache(const tkv_cache *kv) {
+    char reason[200];
+    CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
+}
+
+/* Mean square errors of K and V of the archive, as parts of the variance about zero. */
+typedef struct errors {
+    double k, v, ratio_k, ratio_v; /* and the variance of what is decoded to what it was */
+} errors;
+
+static errors errors_of(tkv_config cfg, stream *s) {
+    errors e;
+    tkv_cache *kv = NULL;
+    tkv_tier_info info;
+    int n;
+    memset(&e, 0, sizeof e);
+    s->at = 0;
+    if (tkv_create(&cfg, &kv) != TKV_OK) {
+        CHECK(0);
+        return e;
+    }
+    CHECK_EQ(feed(kv, s, 0, TOKENS, 100), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    n = info.tokens[TKV_ARCHIVE];
+    CHECK(n >= TOKENS - 256);
+    CHECK_EQ(tkv_read(kv, 0, 0, 4, n, read_k, read_v), TKV_OK);
+    e.k = squared_error(read_k, s->k + 4 * HEADS * s->dim, n * HEADS * s->dim);
+    e.v = squared_error(read_v, s->v + 4 * HEADS * s->v_dim, n * HEADS * s->v_dim);
+    e.ratio_k = squares(read_k, n * HEADS * s->dim) / squares(s->k + 4 * HEADS * s->dim, n * HEADS * s->dim);
+    e.ratio_v =
+        squares(read_v, n * HEADS * s->v_dim) / squares(s->v + 4 * HEADS * s->v_dim, n * HEADS * s->v_dim);
+    e.k /= squares(s->k + 4 * HEADS * s->dim, n * HEADS * s->dim);
+    e.v /= squares(s->v + 4 * HEADS * s->v_dim, n * HEADS * s->v_dim);
+    check_cache(kv);
+    tkv_destroy(kv);
+    return e;
+}
+
+TEST(what_each_part_is_good_for) {
+    errors e[3], o;
+    stream *s = NULL;
+    int f, show = getenv("TKV_TEST_SHOW") != NULL;
+    for (f = 0; f < 3; f++) {
+        s = stream_of(formats[f], formats[f], 64, 64, 8, 20);
+        e[f] = errors_of(s->cfg, s);
+        if (show) printf("\n    %d bits: K %.4g V %.4g", 2 + f, e[f].k, e[f].v);
+        if (f) CHECK_LE(e[f].k, 0.45 * e[f - 1].k); /* bits */
+        if (f) CHECK_LE(e[f].v, 0.45 * e[f - 1].v);
+        s->cfg.kvquant = TKV_KVQUANT_UNIFORM;
+        o = errors_of(s->cfg, s);
+        if (show) printf(", uniform %.4g %.4g", o.k, o.v);
+        CHECK_LE(e[f].k, 0.85 * o.k);
+        CHECK_LE(e[f].v, 0.97 * o.v);
+        s->cfg.kvquant = TKV_KVQUANT_DENSE;
+        o = errors_of(s->cfg, s);
+        if (show) printf(", dense %.4g %.4g", o.k, o.v);
+        CHECK_LE(e[f].k, 0.6 * o.k);
+        CHECK_LE(e[f].v, 0.8 * o.v);
+        s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+        o = errors_of(s->cfg, s);
+        if (show) printf(", post-RoPE %.4g", o.k);
+        CHECK_LE(e[f].k, 0.5 * o.k);
+        CHECK_NEAR(e[f].v, o.v, 0);
+        s->cfg.kvquant = TKV_KVQUANT_NORM;
+        o = errors_of(s->cfg, s);
+        if (show)
+            printf(", norm %.4g %.4g, variance of V %.4g after %.4g", o.k, o.v, o.ratio_v, e[f].ratio_v);
+        CHECK_NEAR(o.ratio_v, 1, 0.04); /* tails differ from token to token */
+        CHECK_LE(fabs(1 - o.ratio_v), fabs(1 - e[f].ratio_v));
+        CHECK_LE(fabs(1 - o.ratio_k), 0.01);
+    }
+    /* without tails Q-Norm brings the variance back, of keys too */
+    s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 34);
+    o = errors_of(s->cfg, s);
+    CHECK_LE(o.ratio_v, 0.93);
+    s->cfg.kvquant = TKV_KVQUANT_NORM;
+    o = errors_of(s->cfg, s);
+    CHECK_NEAR(o.ratio_v, 1, 0.04); /* a token's middle goes against its values */
+    CHECK_NEAR(o.ratio_k, 1, 0.005);
+    /* without a rotation all the same */
+    s->cfg.kvquant = 0;
+    s->cfg.rope.dim = 0;
+    o = errors_of(s->cfg, s);
+    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+    s->cfg.rope.dim = 64;
+    CHECK_NEAR(o.k, errors_of(s->cfg, s).k, 0);
+}
+
+/* Bytes of the cache and of the saved table, read here, are what tkv_read says. */
+TEST(blocks_and_tables_as_drawn) {
+    int f, flags, h, t, c, i, b;
+    for (f = 0; f < 3; f++)
+        for (flags = 0; flags < 16; flags++) {
+            int dim = flags % 3 ? 48 : 104, v_dim = flags % 2 ? 80 : 128, bits = 2 + f, wrong = 0;
+            stream *s = stream_of(formats[f], formats[(f + flags) % 3], dim, v_dim, 5, 21);
+            int v_bits = 2 + (f + flags) % 3, n, block = 3;
+            const uint8_t *at, *table;
+            size_t size = 0;
+            double radius[128], middle[128], worst = 0, largest = 0;
+            tkv_tier_info info;
+            tkv_cache *kv = NULL;
+            s->cfg.kvquant = flags;
+            s->cfg.rope.interleaved =
+                f % 2; /* the keys turned otherwise: nothing is promised but the bytes */
+            REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+            CHECK_EQ(feed(kv, s, 0, 900, 33), TKV_OK);
+            CHECK_EQ(tkv_calibration_save(kv, NULL, 0, &size), TKV_OK);
+            CHECK_EQ(size, 24 + 4 + 8 + 8 + 224 + HEADS * dim * 6);
+            CHECK_EQ(tkv_calibration_save(kv, other, sizeof other, &size), TKV_OK);
+            CHECK_EQ(other[24], 2);
+            table = other + 24 + 4 + 8;
+            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+            n = info.tokens[TKV_ARCHIVE];
+            CHECK(n >= 64 * 10);
+            CHECK_EQ(tkv_read(kv, 0, 0, 4 + 64 * block, 64, read_k, read_v), TKV_OK);
+            for (h = 0; h < HEADS; h++) {
+                const tkvi_block *blk = &kv->pool.block[tkvi_ids(kv, 0, 0)[1 + block]];
+                const tkvi_record *rec = &kv->tables.coding[blk->coding].record[h];
+                reader k = reader_of(formats[f], 0, dim, flags, NULL), v;
+                v = reader_of(formats[(f + flags) % 3], 1, v_dim, flags, NULL);
+                k.src = tkvi_block_bytes(&kv->pool, blk) + rec->at;
+                v.src = k.src + rec->v_at;
+                at = table;
+                for (i = 0; i < 2; i++)
+                    for (b = 2; b <= 4; b++, at += 4 << (b - 1))
+                        for (c = 0; c < 1 << b; c++) {
+                            double x = half_at(at + 2 * c + (flags & TKV_KVQUANT_NORM ? 2 << b : 0));
+                            if (i == 0 && b == bits) k.level[c] = x;
+                            if (i == 1 && b == v_bits) v.level[c] = x;
+                        }
+                CHECK(at == table + 224);
+                at += h * dim * 6;
+                for (c = 0; c < dim; c++) {
+                    radius[c] = half_at(at + 2 * c);
+                    middle[c] = float_at(at + 2 * dim + 4 * c);
+                }
+                k.radius = radius, k.middle = middle;
+                for (t = 0; t < 64; t++) {
+                    float key[128];
+                    double y[128];
+                    for (c = 0; c < v_dim; c++)
+                        wrong +=
+                            fabs(reader_value(&v, t, c) - (double)read_v[(t * HEADS + h) * v_dim + c]) > 0;
+                    for (c = 0; c < dim; c++) key[c] = (float)reader_value(&k, t, c);
+                    for (c = 0; c < dim; c++) y[c] = (double)key[c];
+                    if (!(flags & TKV_KVQUANT_POST_ROPE))
+                        naive_rope(&s->cfg.rope, 4 + 64 * block + t, 1, key, y, dim);
+                    for (c = 0; c < dim; c++) {
+                        double e = fabs(y[c] - (double)read_k[(t * HEADS + h) * dim + c]);
+                        worst = e > worst ? e : worst;
+                        largest = fabs(y[c]) > largest ? fabs(y[c]) : largest;
+                    }
+                }
+            }
+            CHECK_EQ(wrong, 0);
+            CHECK_LE(worst, 5e-7 * largest);
+            check_cache(kv);
+            tkv_destroy(kv);
+        }
+}
+
+/* Ranges are percentiles of the keys before RoPE, of what samples a caller gives. */
+TEST(ranges_are_percentiles) {
+    static const int counts[] = {1, 2, 150, 199, 200, 700, 2048};
+    int i, flags, t, c, h, k;
+    for (i = 0; i < COUNT(counts); i++)
+        for (flags = 0; flags < 16; flags += 8) {
+            int n = counts[i], out_of = flags ? 0 : n / 200;
+            stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 128, 16, 6, 22);
+            tkv_samples samples;
+            tkv_cache *kv = NULL;
+            s->cfg.kvquant = flags;
+            REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+            memset(&samples, 0, sizeof samples);
+            samples.n = n;
+            samples.k = s->k;
+            samples.v = s->v;
+            CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+            CHECK_EQ(tkv_calibrated_layers(kv), 1);
+            for (h = 0; h < HEADS; h++) {
+                const float *range = tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], h);
+                static double keys[TOKENS][128];
+                double worst = 0;
+                for (t = 0; t < n; t++)
+                    naive_rope(&s->cfg.rope, t, -1, s->k + (t * HEADS + h) * 128, keys[t], 128);
+                for (c = 0; c < 128; c++) {
+                    double low = -1e9, high = 1e9, e;
+                    for (k = 0; k <= out_of; k++) { /* the next one inwards */
+                        double lo = 1e9, hi = -1e9;
+                        for (t = 0; t < n; t++) {
+                            if (keys[t][c] > low && keys[t][c] < lo) lo = keys[t][c];
+                            if (keys[t][c] < high && keys[t][c] > hi) hi = keys[t][c];
+                        }
+                        low = lo, high = hi;
+                    }
+                    e = fabs((double)range[128 + c] - 0.5 * (low + high)) / 100;
+                    worst = e > worst ? e : worst;
+                    e = fabs((double)range[c] - 0.5 * (high - low)) - 0.5 * (high - low) / 2048;
+                    worst = e > worst ? e : worst;
+                }
+                CHECK_LE(worst, 5e-6);
+            }
+            tkv_destroy(kv);
+        }
+}
+
+/* Levels come where weights are; r^2 is part of them. */
+TEST(weights_move_levels) {
+    static float weight[TOKENS * HEADS * 64];
+    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 23);
+    const tkvi_kvquant *table;
+    tkv_samples samples;
+    tkv_cache *kv = NULL;
+    float level[4], before[4];
+    double sums[2] = {0, 0};
+    int i, c;
+    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    memset(&samples, 0, sizeof samples);
+    samples.n = TOKENS;
+    samples.k = s->k;
+    samples.v = s->v;
+    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    memcpy(before, table->book[TKV_V][0].level, sizeof before);
+    CHECK_NEAR(before[0] + before[3], 0, 0.05);
+    for (i = 0; i < COUNT(weight); i++)
+        weight[i] = s->v[i] > 0.3f ? 1e-12f : 1e-15f; /* no matter how small */
+    samples.v_weight = weight;
+    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    memcpy(level, table->book[TKV_V][0].level, sizeof level);
+    for (i = 0, c = 0; i < 4; i++) c += level[i] > 0.1f;
+    CHECK(c == 4 || (c == 3 && level[0] < 0.2f));
+    /* the same weights for all change nothing */
+    for (i = 0; i < COUNT(weight); i++) weight[i] = 1024.0f;
+    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    CHECK_MEM(before, table->book[TKV_V][0].level, sizeof before);
+    /* all zero: the standard levels */
+    memset(weight, 0, sizeof weight);
+    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    CHECK_NEAR(table->book[TKV_V][0].level[3], 1340 / 2048.0, 0);
+    /* a channel of wide values counts by its square: by hand, its levels alone */
+    for (i = 0; i < TOKENS * HEADS; i++)
+        for (c = 0; c < 64; c++)
+            s->k[i * 64 + c] = (float)(c == 9 ? i / 2 % 4 * 100 - 150 : (i % 7 - 3) * 0.01);
+    samples.v_weight = NULL;
+    CHECK_EQ(tkv_calibration_fit(kv, &samples), TKV_OK);
+    table = tkvi_kvquant_of(&kv->tables, 0, kv->tables.current[0]);
+    for (i = 0; i < 4; i++) CHECK_NEAR(table->book[TKV_K][0].level[i], -1 + i * 2 / 3.0, 2e-3);
+    for (i = 0; i < 4; i++) sums[i / 2] += (double)table->book[TKV_K][0].level[i];
+    CHECK_NEAR(sums[0], -sums[1], 1e-2);
+    tkv_destroy(kv);
+}
+
+TEST(fit_refuses) {
+    static float weight[TOKENS * HEADS * 16];
+    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 16, 16, 0, 24);
+    tkv_layer_config layers[4];
+    tkv_samples good, x;
+    tkv_cache *kv = NULL;
+    memset(layers, 0, sizeof layers);
+    layers[1].archive.k = TKV_KIVI2;
+    layers[1].archive.v = TKV_KIVI2;
+    layers[1].warm = layers[1].archive;
+    layers[2].archive.k = TKV_A30;
+    layers[3].share_kv = 1;
+    s->cfg.layers = layers;
+    s->cfg.n_layers = 4;
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    memset(&good, 0, sizeof good);
+    good.n = 100;
+    good.k = s->k;
+    good.v = s->v;
+    CHECK_EQ(tkv_calibration_fit(NULL, &good), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_fit(kv, NULL), TKV_ERR_ARG);
+#define BAD(field, value, status)                                                                            \
+    x = good;                                                                                                \
+    x.field = value;                                                                                         \
+    CHECK_EQ(tkv_calibration_fit(kv, &x), status)
+    BAD(k, NULL, TKV_ERR_ARG);
+    BAD(v, NULL, TKV_ERR_ARG);
+    BAD(layer, -1, TKV_ERR_ARG);
+    BAD(layer, 4, TKV_ERR_ARG);
+    BAD(layer, 1, TKV_ERR_ARG);
+    BAD(layer, 2, TKV_ERR_ARG);
+    BAD(layer, 3, TKV_ERR_ARG);
+    BAD(n, 0, TKV_ERR_ARG);
+    BAD(n, (1 << 18) + 1, TKV_ERR_ARG);
+    BAD(start, -1, TKV_ERR_ARG);
+    BAD(start, 0x3fffffff, TKV_ERR_ARG);
+    BAD(length, -1, TKV_ERR_ARG);
+    weight[50] = -1.0f;
+    BAD(k_weight, weight, TKV_ERR_NONFINITE);
+    weight[50] = tkvi_from_bits(0x7fc00000u);
+    BAD(v_weight, weight, TKV_ERR_NONFINITE);
+    BAD(v, weight, TKV_ERR_NONFINITE);
+    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_calibration_fit(kv, &good), TKV_ERR_STATE);
+    CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_calibration_fit(kv, &good), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    tkv_destroy(kv);
+}
+
+/* Sequences restart their positions: two of 512 are as two samples of their own. */
+TEST(fit_knows_sequences) {
+    stream *s = stream_of(TKV_KVQUANT4, TKV_KVQUANT4, 32, 32, 0, 25);
+    tkv_cache *kv = NULL;
+    tkv_samples x;
+    float range[2][64];
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    memset(&x, 0, sizeof x);
+    x.n = 512;
+    x.k = s->k;
+    x.v = s->v;
+    CHECK_EQ(tkv_calibration_fit(kv, &x), TKV_OK);
+    memcpy(range[0], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[0]);
+    memcpy(s->k + 512 * HEADS * 32, s->k, 512 * HEADS * 32 * sizeof *s->k);
+    x.n = 1024;
+    x.length = 512; /* n / 200 is 5 of 1024: with doubles, the third of 512 */
+    CHECK_EQ(tkv_calibration_fit(kv, &x), TKV_OK);
+    memcpy(range[1], tkvi_kvquant_range_of(&kv->tables, 0, kv->tables.current[0], 1), sizeof range[1]);
+    CHECK_MEM(range[0], range[1], sizeof range[0]);
+    tkv_destroy(kv);
+}
+
+/* >>the life of tables */
+TEST(blocks_wait_for_a_table) {
+    int warm, chunk;
+    for (warm = 0; warm < 2; warm++)
+        for (chunk = 1; chunk <= 128; chunk *= 4) {
+            stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 32, 32, 0, 26);
+            tkv_tier_info info;
+            tkv_cache *kv = NULL;
+            if (warm) s->cfg.warm = s->cfg.archive, s->cfg.warm_tokens = 128;
+            REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+            CHECK_EQ(feed(kv, s, 0, 480, chunk), TKV_OK);
+            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+            CHECK_EQ(info.tokens[TKV_HOT], 480);
+            CHECK_EQ(tkv_calibrated_layers(kv), 0);
+            CHECK_EQ(tkv_read(kv, 0, 0, 0, 480, read_k, read_v), TKV_OK);
+            CHECK_MEM(read_k, s->k, 480 * HEADS * 32 * sizeof *read_k); /* exact */
+            check_cache(kv);
+            CHECK_EQ(feed(kv, s, 0, 200, chunk), TKV_OK);
+            CHECK_EQ(tkv_calibrated_layers(kv), 1);
+            CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+            CHECK(info.tokens[TKV_HOT] < 4 + 64 + 64 + 128);
+            check_cache(kv);
+            tkv_destroy(kv);
+        }
+}
+
+TEST(short_sequences) {
+    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 27);
+    tkv_tier_info info;
+    tkv_cache *kv = NULL;
+    s->cfg.max_seqs = 20;
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE); /* nothing to learn from */
+    CHECK_EQ(feed(kv, s, 0, 5, 5), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* one token and the sinks */
+    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(feed(kv, s, 0, 300, 64), TKV_OK);
+    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(info.tokens[TKV_ARCHIVE], 301);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 305, read_k, read_v), TKV_OK);
+    check_cache(kv);
+    tkv_destroy(kv);
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK); /* many of 100 tokens: after five there is a table */
+    {
+        int seq;
+        for (seq = 0; seq < 20; seq++) {
+            s->at = seq * 100;
+            CHECK_EQ(feed(kv, s, seq, 100, 7), TKV_OK);
+            CHECK_EQ(tkv_calibrated_layers(kv), seq >= 5);
+        }
+        for (seq = 0; seq < 20; seq++) {
+            s->at = seq * 100;
+            CHECK_EQ(feed(kv, s, seq, 48, 48), TKV_OK);
+            CHECK_EQ(tkv_tier_counts(kv, seq, 0, &info), TKV_OK);
+            check_cache(kv);
+            CHECK_EQ(tkv_flush(kv, seq, TKV_FLUSH_FULL), TKV_OK);
+            CHECK_EQ(tkv_tier_counts(kv, seq, 0, &info), TKV_OK);
+            CHECK_EQ(info.tokens[TKV_ARCHIVE], 128);
+        }
+    }
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+TEST(saved_tables) {
+    stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT2, 64, 48, 3, 28);
+    static uint8_t saved[8192], again[8192];
+    tkv_cache *a = NULL, *b = NULL;
+    tkv_tier_info info;
+    size_t size = 0, size2 = 0, i;
+    tkv_config cfg;
+    int wrong = 0, k;
+    REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
+    CHECK_EQ(feed(a, s, 0, 700, 50), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(a, saved, sizeof saved, &size), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(a, again, size - 1, &size2), TKV_ERR_ARG);
+    REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(b, again, sizeof again, &size2), TKV_OK);
+    CHECK_EQ(size, size2);
+    CHECK_MEM(saved, again, size);
+    s->at = 0;
+    CHECK_EQ(feed(b, s, 0, 700, 50), TKV_OK); /* compresses from the first block on, to the same bytes */
+    CHECK_EQ(tkv_read(a, 0, 0, 0, 700, read_k, read_v), TKV_OK);
+    CHECK_EQ(tkv_read(b, 0, 0, 0, 700, read_k + TOKENS * HEADS * 32, NULL), TKV_OK);
+    CHECK_MEM(read_k, read_k + TOKENS * HEADS * 32, 700 * HEADS * 64 * sizeof *read_k);
+    tkv_destroy(b);
+    /* other widths and Q-Norm find what they need */
+    cfg = s->cfg;
+    cfg.archive.k = cfg.archive.v = TKV_KVQUANT4;
+    cfg.kvquant = TKV_KVQUANT_NORM;
+    REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(b), 1);
+    s->at = 0;
+    CHECK_EQ(feed(b, s, 0, 300, 50), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(b, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_ARCHIVE] >= 128);
+    tkv_destroy(b);
+    /* another rotation or mode does not; nor does another model */
+    for (k = 0; k < 7; k++) {
+        cfg = s->cfg;
+        if (k == 0) cfg.rope.base = 20000;
+        if (k == 1) cfg.rope.interleaved = 1;
+        if (k == 2) cfg.rope.dim = 32;
+        if (k == 3) cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+        if (k == 4) cfg.kvquant = TKV_KVQUANT_UNIFORM;
+        if (k == 5) cfg.kvquant = TKV_KVQUANT_DENSE;
+        if (k == 6) cfg.v_head_dim = 64;
+        REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
+        CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_ERR_DATA);
+        CHECK_EQ(tkv_calibrated_layers(b), 0);
+        tkv_destroy(b);
+    }
+    /* a plan without such formats takes nothing from it, and minds nothing */
+    cfg = s->cfg;
+    cfg.archive.k = TKV_A30;
+    cfg.archive.v = TKV_R30;
+    cfg.warm = cfg.archive;
+    cfg.rope.base = 20000;
+    REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(b), 0);
+    tkv_destroy(b);
+    /* damage: every byte counts; with a right checksum, nothing that makes no sense gets in */
+    REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
+    for (i = 0; i < size; i++) {
+        saved[i] ^= 0x10;
+        wrong += tkv_calibration_load(b, saved, size) != TKV_ERR_DATA;
+        saved[i] ^= 0x10;
+        wrong += tkv_calibration_load(b, saved, i) != TKV_ERR_DATA;
+    }
+    CHECK_EQ(wrong, 0);
+    for (k = 0; k < 8; k++) {
+        static const struct {
+            size_t at;
+            uint8_t byte;
+        } bad[8] = {{36 + 1, 0x7c},
+                    {36 + 1, 0x40},
+                    {36 + 3, 0xbd},
+                    {36 + 224 + 1, 0x7c},
+                    {36 + 224 + 1, 0x80},
+                    {36 + 224 + 128 + 3, 0x7f},
+                    {36 + 224 + 128 + 3, 0x49},
+                    {24, 4}};
+        uint64_t sum;
+        memcpy(again, saved, size);
+        again[bad[k].at] = bad[k].byte;
+        if (k == 0) again[36] = 1; /* a NaN */
+        if (k == 6) again[36 + 224 + 128 + 2] = 0xff;
+        sum = hash_of(0xcbf29ce484222325u, again, size - 8);
+        for (i = 0; i < 8; i++) again[size - 8 + i] = (uint8_t)(sum >> 8 * i & 255u);
+        CHECK_EQ(tkv_calibration_load(b, again, size), TKV_ERR_DATA);
+    }
+    CHECK_EQ(tkv_calibrated_layers(b), 0);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    tkv_destroy(b);
+    tkv_destroy(a);
+}
+
+/* A and KVQUANT in one cache, and in one layer: both things are learned, saved and loaded. */
+TEST(next_to_other_tables) {
+    stream *s = stream_of(TKV_KVQUANT3, TKV_R20, 64, 64, 0, 29);
+    static uint8_t saved[16384];
+    tkv_layer_config layers[3];
+    tkv_cache *a = NULL, *b = NULL;
+    size_t size = 0;
+    int l, k;
+    memset(layers, 0, sizeof layers);
+    layers[1].archive.v = TKV_KVQUANT2; /* K and V without sharing */
+    layers[1].warm.v = TKV_KVQUANT2;
+    layers[2].archive.k = layers[2].warm.k = TKV_A30; /* sharing alone */
+    s->cfg.n_layers = 3;
+    s->cfg.layers = layers;
+    REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
+    for (k = 0; k < 900; k += 50)
+        for (l = 0; l < 3; l++) {
+            CHECK_EQ(tkv_append(a, 0, l, s->k + k * HEADS * 64, s->v + k * HEADS * 64, 50), TKV_OK);
+            CHECK_EQ(tkv_attend(a, 0, l, s->k + k * HEADS * 64, 10, answer), TKV_OK);
+        }
+    check_cache(a);
+    CHECK_EQ(tkv_calibrated_layers(a), 3);
+    CHECK_EQ(tkv_calibration_save(a, saved, sizeof saved, &size), TKV_OK);
+    CHECK_EQ(saved[24], 3);
+    REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(b), 3);
+    for (k = 0; k < 900; k += 50)
+        for (l = 0; l < 3; l++)
+            CHECK_EQ(tkv_append(b, 0, l, s->k + k * HEADS * 64, s->v + k * HEADS * 64, 50), TKV_OK);
+    for (l = 0; l < 3; l++) {
+        CHECK_EQ(tkv_read(a, 0, l, 0, 800, read_k, read_v), TKV_OK);
+        CHECK_EQ(tkv_read(b, 0, l, 0, 800, read_k + 800 * HEADS * 64, read_v + 800 * HEADS * 64), TKV_OK);
+        CHECK_MEM(read_k, read_k + 800 * HEADS * 64, 800 * HEADS * 64 * sizeof *read_k);
+        CHECK_MEM(read_v, read_v + 800 * HEADS * 64, 800 * HEADS * 64 * sizeof *read_v);
+    }
+    check_cache(b);
+    tkv_destroy(b);
+    /* where a layer needs both and finds one, it goes on learning */
+    layers[1].archive.v = TKV_R20;
+    REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
+    CHECK_EQ(tkv_calibration_load(b, saved, size), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(b), 2);
+    tkv_destroy(b);
+    tkv_destroy(a);
+}
+
+/* Learning anew: two versions of a table live side by side. */
+TEST(versions) {
+    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 32, 32, 0, 30);
+    static float before[500 * HEADS * 32];
+    tkv_cache *kv = NULL;
+    int i;
+    s->cfg.max_seqs = 2;
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    CHECK_EQ(feed(kv, s, 0, 800, 64), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, before, NULL), TKV_OK);
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    for (i = 0; i < TOKENS * HEADS * 32; i++) s->k[i] *= 3;
+    for (i = 0; i < 3; i++) {
+        CHECK_EQ(kv->tables.current[0], 0);
+        s->at = 0;
+        CHECK_EQ(feed(kv, s, 0, 720, 64), TKV_OK);
+    }
+    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, read_k, NULL), TKV_OK);
+    CHECK_MEM(before, read_k, sizeof before);
+    check_cache(kv);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the old one is free again */
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    for (i = 0; i < 3; i++) {
+        s->at = 0;
+        CHECK_EQ(feed(kv, s, 1, 720, 64), TKV_OK);
+    }
+    CHECK_EQ(kv->tables.current[0], 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* Attention through the kernel that decodes, against the slow definition, on every instruction set. */
+TEST(attention) {
+    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512};
+    static const int dims[][2] = {{2, 1}, {6, 3}, {16, 16}, {64, 64}, {80, 33}, {127, 128}};
+    int d, i, f;
+    for (d = 0; d < COUNT(dims); d++)
+        for (i = 0; i < COUNT(isas); i++)
+            for (f = 0; f < 3; f++) {
+                stream *s = stream_of(formats[f], formats[(f + d) % 3], dims[d][0], dims[d][1], 4, 31);
+                int rows = 2 * 2 * HEADS * dims[d][1];
+                tkv_attend_params p;
+                tkv_cache *kv = NULL;
+                double error;
+                if (!tkv_isa_available(isas[i])) continue;
+                s->cfg.isa = isas[i];
+                s->cfg.kvquant = d % 2 ? TKV_KVQUANT_NORM : 0;
+                s->cfg.rope.interleaved = f % 2;
+                REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+                CHECK_EQ(feed(kv, s, 0, 700 + 13 * d, 50), TKV_OK);
+                tkv_rng_fill(&s->rng, q, (size_t)(2 * 2 * HEADS * dims[d][0]), 1);
+                memset(&p, 0, sizeof p);
+                p.n = 2;
+                p.q = q;
+                p.out = answer;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                p.out = slow;
+                CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+                error = sqrt(squared_error(answer, slow, rows) / squares(slow, rows));
+                CHECK_MSG(error <= 2e-5, "%s, head_dim %d and %d, %s: %g", name_of(formats[f]), dims[d][0],
+                          dims[d][1], tkv_isa_name(isas[i]), error);
+                check_cache(kv);
+                tkv_destroy(kv);
+            }
+}
+
+/* Sizes by hand, as the allocator saw them and as estimated; and in the caller's memory. */
+TEST(memory) {
+    static const double bits[3][2] = {{2.375, 2.625}, {3.375, 3.625}, {4.375, 4.625}};
+    int f, side, i;
+    for (f = 0; f < 3; f++) {
+        stream *s = stream_of(formats[f], formats[f], 128, 128, 0, 32);
+        tkv_memory_info m, guess;
+        tkv_cache *kv = NULL;
+        size_t size = 0, coded, want_bytes = 0;
+        void *mem;
+        for (side = 0; side < 2; side++) {
+            tkv_codec c = codec(formats[f], side, 128);
+            CHECK_NEAR(tkv_format_bits(&c), bits[f][side] + (side ? 0 : 0.5),
+                       0.07); /* K: with its own ranges */
+            c.kvquant = TKV_KVQUANT_DENSE;
+            CHECK_NEAR(tkv_format_bits(&c), bits[f][side] + (side ? 0 : 0.5) - 0.375, 0.07);
+            want_bytes += (size_t)(BLOCK * 128 / 8 * (2 + f)) + tkvi_align_up(side ? 640u : 388u);
+        }
+        REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+        CHECK_EQ(feed(kv, s, 0, 1500, 1), TKV_OK);
+        CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+        CHECK_EQ(tkv_estimate(&s->cfg, 1500, 1, &guess), TKV_OK);
+        coded = m.tier[TKV_ARCHIVE].codes + m.tier[TKV_ARCHIVE].metadata;
+        CHECK(m.tier[TKV_ARCHIVE].tokens >= 1300);
+        CHECK_LE(coded, m.tier[TKV_ARCHIVE].tokens / BLOCK * HEADS * want_bytes);
+        CHECK_LE(m.tier[TKV_ARCHIVE].tokens / BLOCK * HEADS * (want_bytes - 64), coded);
+        CHECK_EQ(m.total, guess.total);
+        CHECK_EQ(m.tables, guess.tables);
+        CHECK(m.tables >= 2 * (2 * HEADS * 128 * sizeof(float) + 6 * 2 * 16 * sizeof(float)));
+        tkv_destroy(kv);
+        s->cfg.max_tokens = 1600;
+        s->cfg.warm.k = s->cfg.warm.v = TKV_KIVI4;
+        s->cfg.warm_tokens = 200;
+        REQUIRE(tkv_required_bytes(&s->cfg, &size) == TKV_OK);
+        mem = malloc(size);
+        REQUIRE(mem != NULL);
+        REQUIRE(tkv_init_in_place(&s->cfg, mem, size, &kv) == TKV_OK);
+        s->at = 0;
+        for (i = 0; i < 1600; i += 40) {
+            CHECK_EQ(feed(kv, s, 0, 40, 40), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, 0, 0, s->k, 4, answer), TKV_OK);
+        }
+        check_cache(kv);
+        tkv_destroy(kv);
+        free(mem);
+    }
+}
+
+/* The first tokens are exact, windows and cuts work as for other formats. */
+TEST(plans) {
+    stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 64, 64, 0, 33);
+    tkv_config cfg = s->cfg;
+    tkv_cache *kv = NULL;
+    tkv_tier_info info;
+    tkv_pair pair = s->cfg.warm;
+    CHECK_EQ(tkv_config_preset(&cfg, "kvquant-3"), TKV_OK);
+    REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
+    CHECK_EQ(tkv_tier_pair(kv, 0, TKV_WARM, &pair), TKV_OK);
+    CHECK(pair.k == TKV_KIVI4 && pair.v == TKV_KIVI4);
+    CHECK_EQ(feed(kv, s, 0, 1500, 100), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_WARM] >= 448 - 64 && info.tokens[TKV_ARCHIVE] >= 800);
+    CHECK_EQ(tkv_truncate(kv, 0, 1450), TKV_OK);
+    check_cache(kv);
+    tkv_destroy(kv);
+    s->cfg.window = 700;
+    s->cfg.sink_tokens = 8;
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
+    s->at = 0;
+    CHECK_EQ(feed(kv, s, 0, 600, 100), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 8, read_k, read_v), TKV_OK);
+    CHECK_MEM(read_k, s->k, 8 * HEADS * 64 * sizeof *read_k);
+    CHECK_EQ(feed(kv, s, 0, 1400, 100), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.dropped > 1000);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(rope_against_double);
+    RUN(rope_refuses);
+    RUN(rope_golden);
+    RUN(levels_are_nearly_the_best);
+    RUN(norm_restores_moments);
+    RUN(odd_histograms);
+    RUN(bytes_as_drawn);
+    RUN(outliers_are_kept);
+    RUN(extremes);
+    RUN(any_bytes_decode);
+    RUN(keys_are_turned_back);
+    RUN(golden);
+    RUN(what_each_part_is_good_for);
+    RUN(blocks_and_tables_as_drawn);
+    RUN(ranges_are_percentiles);
+    RUN(weights_move_levels);
+    RUN(fit_refuses);
+    RUN(fit_knows_sequences);
+    RUN(blocks_wait_for_a_table);
+    RUN(short_sequences);
+    RUN(saved_tables);
+    RUN(next_to_other_tables);
+    RUN(versions);
+    RUN(attention);
+    RUN(memory);
+    RUN(plans);
+    return tkv_test_end();
+}

@@ -1,0 +1,1350 @@
+/*
+ * test_learn.c - formats whose heads share a layer's bytes: when a table comes and what it says, blocks that wait for
+ * it, and the calibration from outside: saved, loaded, frozen, learned anew, damaged.
+ *
+ * Attention on these formats is held against the oracle in test_attend.c, their memory against the allocator in
+ * test_memory.c, random calls against a model in test_random.c.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "tkv_test.h"
+
+#include <math.h>
+
+enum { LEARN = TKVI_LEARN, WELL = TKVI_LEARN_WELL, HEADS = 4, KV_HEADS = 2, DK = 32, DV = 48 };
+enum {
+    K_ROW = KV_HEADS * DK,
+    V_ROW = KV_HEADS * DV,
+    Q_ROW = HEADS * DK,
+    OUT_ROW = HEADS * DV,
+    SAVED = 1 << 16
+};
+#if defined(__GNUC__) || defined(__clang__)
+#define WANTS_ATOMICS (void)0
+#else
+#define WANTS_ATOMICS SKIP("no atomics: attention teaches nothing")
+#endif
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+
+enum { FLOATS = 1 << 18 };
+static float k_in[FLOATS], v_in[FLOATS], k_out[FLOATS], v_out[FLOATS], k_want[FLOATS], v_want[FLOATS];
+static uint8_t saved[SAVED], saved_again[SAVED];
+
+/* >>configs and tokens */
+static tkv_pair pair_of(tkv_format k, tkv_format v) {
+    tkv_pair p;
+    p.k = k;
+    p.v = v;
+    return p;
+}
+
+static tkv_config config(int layers, int seqs) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = layers;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DK;
+    cfg.v_head_dim = DV;
+    cfg.max_seqs = seqs;
+    cfg.warm_tokens = 128;
+    cfg.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.archive = pair_of(TKV_A30, TKV_R20);
+    cfg.isa = tkv_test_isa();
+    return cfg;
+}
+
+static tkv_config config_kivi(int layers, int seqs) { /* the same tiers, nothing to learn */
+    tkv_config cfg = config(layers, seqs);
+    cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    return cfg;
+}
+
+static tkv_cache *make(const tkv_config *cfg) {
+    tkv_cache *kv = NULL;
+    char reason[200];
+    tkv_status st = tkv_create(cfg, &kv);
+    if (st) {
+        (void)tkv_config_validate(cfg, reason, sizeof reason);
+        printf("tkv_create: %s, %s\n", tkv_status_text(st), reason);
+        exit(2);
+    }
+    return kv;
+}
+
+/* What is appended: the same numbers for the same token of the same sequence and layer, in any chunking. */
+enum { USUAL, CONSTANT_CHANNELS, ZEROS, LARGE, BIASED, CONTENTS };
+
+static void rows_of(int what, int seq, int layer, int first, int n, int heads, int dim, int is_v, float *x) {
+    int t, h, c;
+    if (n * heads * dim > FLOATS) exit(2);
+    for (t = 0; t < n; t++) {
+        tkv_rng r = tkv_rng_seed((uint64_t)(unsigned)(first + t) << 20 ^ (uint64_t)(unsigned)layer << 12 ^
+                                 (uint64_t)(unsigned)seq << 4 ^ (uint64_t)(unsigned)is_v);
+        for (h = 0; h < heads; h++)
+            for (c = 0; c < dim; c++) {
+                double y = tkv_rng_gauss(&r) * (is_v ? 1.0 : ldexp(1.0, (c * 7 + h * 3) % 5 - 2));
+                if (what == CONSTANT_CHANNELS && c % 3) y = c % 2 ? 0.75 * c : 0.0;
+                if (what == ZEROS) y = 0.0;
+                if (what == LARGE) y *= 10000.0;
+                if (what == BIASED && !is_v) y += c % 5 == 0 ? 600.0 : -3.0 * c;
+                x[(t * heads + h) * dim + c] = (float)y;
+            }
+    }
+}
+
+static tkv_status feed_this(tkv_cache *kv, int what, int seq, int layer, int n) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int at = tkv_layer_len(kv, seq, layer);
+    rows_of(what, seq, layer, at, n, cfg->n_kv_heads, cfg->head_dim, 0, k_in);
+    rows_of(what, seq, layer, at, n, cfg->n_kv_heads, cfg->v_head_dim, 1, v_in);
+    return tkv_append(kv, seq, layer, k_in, v_in, n);
+}
+
+static tkv_status feed(tkv_cache *kv, int seq, int layer, int n) {
+    return feed_this(kv, USUAL, seq, layer, n);
+}
+
+static void feed_all(tkv_cache *kv, int seq, int n, int chunk) {
+    int layer, at;
+    for (at = 0; at < n; at += chunk)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                CHECK_EQ(feed(kv, seq, layer, n - at < chunk ? n - at : chunk), TKV_OK);
+}
+
+/* Attention of the newest n tokens, their queries made from their positions. */
+static void ask(tkv_cache *kv, int seq, int layer, int n, float *out) {
+    static float q[64 * Q_ROW], own_out[64 * OUT_ROW];
+    const tkv_config *cfg = &kv->tables.cfg;
+    int at = tkv_layer_len(kv, seq, layer) - n;
+    if (n > 64) exit(2);
+    rows_of(USUAL, seq + 100, layer, at, n, cfg->n_heads, cfg->head_dim, 0, q);
+    CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out ? out : own_out), TKV_OK);
+}
+
+static void whole(const tkv_cache *kv, const char *what) {
+    char reason[160];
+    tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
+}
+
+static int has_table(const tkv_cache *kv, int layer) { return kv->tables.current[layer] >= 0; }
+
+/* Relative root mean square difference. */
+static double difference(const float *x, const float *want, int n) {
+    double d = 0.0, s = 0.0;
+    int i;
+    for (i = 0; i < n; i++) {
+        d += ((double)x[i] - (double)want[i]) * ((double)x[i] - (double)want[i]);
+        s += (double)want[i] * (double)want[i];
+    }
+    return s > 0.0 ? sqrt(d / s) : sqrt(d);
+}
+
+static double norm_of(const float *x, int n) {
+    double s = 0.0;
+    int i;
+    for (i = 0; i < n; i++) s += (double)x[i] * (double)x[i];
+    return sqrt(s);
+}
+
+static int all_finite(const float *x, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (!tkv_test_is_finite((double)x[i])) return 0;
+    return 1;
+}
+
+/* How far what is read is from what was appended, against the size of that, biases apart: K, V. */
+static void losses_of(tkv_cache *kv, int what, int seq, int layer, double *loss) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int n = tkv_layer_len(kv, seq, layer), nk = n * cfg->n_kv_heads * cfg->head_dim,
+        nv = n * cfg->n_kv_heads * cfg->v_head_dim;
+    CHECK_EQ(tkv_read(kv, seq, layer, 0, n, k_out, v_out), TKV_OK);
+    CHECK(all_finite(k_out, nk) && all_finite(v_out, nv));
+    rows_of(what, seq, layer, 0, n, cfg->n_kv_heads, cfg->head_dim, 0, k_want);
+    rows_of(what, seq, layer, 0, n, cfg->n_kv_heads, cfg->v_head_dim, 1, v_want);
+    loss[TKV_V] = difference(v_out, v_want, nv);
+    loss[TKV_K] = difference(k_out, k_want, nk);
+    if (what != BIASED) return;
+    rows_of(USUAL, seq, layer, 0, n, cfg->n_kv_heads, cfg->head_dim, 0, k_in);
+    loss[TKV_K] *= norm_of(k_want, nk) / norm_of(k_in, nk);
+}
+
+/* >>what a table says */
+static int tile_bits(const tkvi_runs *runs) {
+    int w, sum = 0;
+    for (w = 1; w <= TKVI_MAX_WIDTH; w++) sum += w * runs->n[w];
+    return sum;
+}
+
+static const tkvi_coding *coding_of(const tkv_cache *kv, int layer, tkv_tier tier) {
+    return &kv->tables.coding[tkvi_coding_of(&kv->tables, layer, tier)];
+}
+
+/* Every channel once, the most important first; records stand behind each other and fill the block, no more; the
+ * bits of the heads are the format's on average. */
+static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int head, i, tier, pad = (cfg->head_dim + 15) / 16 * 16, wrong = 0;
+    CHECK(has_table(kv, layer));
+    if (!has_table(kv, layer)) return;
+    for (head = 0; head < cfg->n_kv_heads; head++) {
+        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+        uint8_t seen[TKV_MAX_HEAD_DIM];
+        memset(seen, 0, sizeof seen);
+        for (i = 0; i < pad; i++) {
+            wrong += h->order[i] >= pad || seen[h->order[i]]++;
+            if (i < cfg->head_dim) {
+                wrong += h->order[i] >= cfg->head_dim || h->importance[i] == 0;
+                wrong += i > 0 && h->importance[i] > h->importance[i - 1];
+                wrong += !tkv_test_is_finite((double)h->mean[i]);
+            } else {
+                wrong += h->importance[i] != 0;
+            }
+        }
+        wrong += h->k_top < -TKVI_LOG_TOP || h->k_top > TKVI_LOG_TOP;
+        wrong += h->v_top < -TKVI_LOG_TOP || h->v_top > TKVI_LOG_TOP;
+    }
+    CHECK_MSG(wrong == 0, "%s: %d things are wrong with the order of channels", what, wrong);
+    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
+        const tkvi_coding *c = coding_of(kv, layer, (tkv_tier)tier);
+        const tkvi_format *kf = &tkvi_formats[c->pair.k], *vf = &tkvi_formats[c->pair.v];
+        size_t at = 0;
+        int k_bits = 0, v_half_bits = 0, k_budget, most = pad;
+        for (head = 0; head < cfg->n_kv_heads; head++) {
+            const tkvi_record *r = &c->record[head];
+            CHECK_EQ(r->at, at);
+            CHECK_EQ(r->v_at, r->k.bytes);
+            CHECK_EQ(r->at % 64, 0);
+            at += r->k.bytes + r->v.bytes;
+            k_bits += tile_bits(&r->k.runs);
+            v_half_bits += r->v.half_bits;
+            if (kf->shared) {
+                int tiles = 0;
+                for (i = 1; i <= TKVI_MAX_WIDTH; i++) tiles += r->k.runs.n[i];
+                CHECK(tiles <= pad / 4 && r->k.runs.n[8] == 0);
+                CHECK_LE(tile_bits(&r->k.runs), most + 1);
+            }
+            if (vf->shared) CHECK(r->v.half_bits >= 2 && r->v.half_bits <= 8);
+        }
+        CHECK_LE(at, c->bytes.total);
+        if (kf->shared) {
+            k_budget = cfg->n_kv_heads * tkvi_head_budget(kf->bits, cfg->head_dim, pad);
+            /* one may be left of an odd number, and what is no multiple of the unit */
+            CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->allocation_unit / 2 - 1,
+                      "%s: %d tile bits of %d", what, k_bits, k_budget);
+        }
+        if (vf->shared) CHECK_LE(v_half_bits, cfg->n_kv_heads * vf->bits / 2);
+    }
+}
+
+/* >>blocks wait, and then nothing waits any more */
+static int same_tiers(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
+    tkv_tier_info x, y;
+    CHECK_EQ(tkv_tier_counts(a, seq, layer, &x), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(b, seq, layer, &y), TKV_OK);
+    return memcmp(&x, &y, sizeof x) == 0;
+}
+
+static int all_hot(const tkv_cache *kv, int seq, int layer) {
+    tkv_tier_info x;
+    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &x), TKV_OK);
+    return x.tokens[TKV_WARM] == 0 && x.tokens[TKV_ARCHIVE] == 0 && x.dropped == 0;
+}
+
+TEST(nothing_is_coded_before_the_512th_token) {
+    static const int chunks[] = {1, 37, 64, 128, 500, 512};
+    int i, total;
+    for (i = 0; i < COUNT(chunks); i++) {
+        tkv_config cfg = config(1, 1), twin = config_kivi(1, 1);
+        tkv_cache *kv = make(&cfg), *other = make(&twin);
+        for (total = 0; total < 1100; total += chunks[i]) {
+            CHECK_EQ(tkv_calibrated_layers(kv), total - chunks[i] >= LEARN);
+            CHECK_EQ(feed(kv, 0, 0, chunks[i]), TKV_OK);
+            CHECK_EQ(feed(other, 0, 0, chunks[i]), TKV_OK);
+            CHECK_EQ(tkv_calibrated_layers(kv), total >= LEARN);
+            CHECK_EQ(tkv_calibrated_layers(other), 0);
+            if (total >= LEARN) CHECK(same_tiers(kv, other, 0, 0)); /* all that was due, at once */
+            else CHECK(all_hot(kv, 0, 0));
+            whole(kv, "waiting");
+        }
+        table_is_sound(kv, 0, "one sequence");
+        tkv_destroy(kv);
+        tkv_destroy(other);
+    }
+}
+
+TEST(sequences_learn_together) {
+    enum { SEQS = 5 };
+    tkv_config cfg = config(2, SEQS), twin = config_kivi(2, SEQS);
+    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    int total[2] = {0, 0}, step, seq, layer;
+    for (step = 0; step < 120; step++) {
+        int n = 1 + step % 23;
+        seq = step * 7 % SEQS;
+        for (layer = 0; layer < 2; layer++) {
+            int more = layer ? (n + 1) / 2 : n; /* layers learn for themselves */
+            CHECK_EQ(feed(kv, seq, layer, more), TKV_OK);
+            CHECK_EQ(feed(other, seq, layer, more), TKV_OK);
+            CHECK_EQ(has_table(kv, layer), total[layer] >= LEARN);
+            if (total[layer] >= LEARN)
+                CHECK(same_tiers(kv, other, seq, layer)); /* others age when they grow */
+            else CHECK(all_hot(kv, seq, layer));
+            total[layer] += more;
+        }
+        CHECK_EQ(tkv_calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
+        whole(kv, "together");
+    }
+    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    for (layer = 0; layer < 2; layer++) table_is_sound(kv, layer, "several sequences");
+    tkv_destroy(kv);
+    tkv_destroy(other);
+}
+
+/* A sequence that comes when there is a table does not wait, and one that is full before ages when it is used. */
+TEST(later_sequences_do_not_wait) {
+    tkv_config cfg = config(1, 3), twin = config_kivi(1, 3);
+    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    int seq, n;
+    for (seq = 0; seq < 2; seq++) {
+        CHECK_EQ(feed(kv, seq, 0, 256), TKV_OK);
+        CHECK_EQ(feed(other, seq, 0, 256), TKV_OK);
+    }
+    for (n = 1; n < 400; n += 7) {
+        CHECK_EQ(feed(kv, 2, 0, 7), TKV_OK);
+        CHECK_EQ(feed(other, 2, 0, 7), TKV_OK);
+        CHECK(same_tiers(kv, other, 2, 0));
+    }
+    for (seq = 0; seq < 2; seq++) {
+        CHECK(all_hot(kv, seq, 0));
+        CHECK_EQ(tkv_flush(kv, seq, TKV_FLUSH_DUE), TKV_OK);
+        CHECK_EQ(tkv_flush(other, seq, TKV_FLUSH_DUE), TKV_OK);
+        CHECK(same_tiers(kv, other, seq, 0));
+    }
+    whole(kv, "later");
+    tkv_destroy(kv);
+    tkv_destroy(other);
+}
+
+/* Blocks wait in the next better tier, if that one needs no table. */
+TEST(one_shared_tier) {
+    tkv_config cfg = config(2, 1);
+    tkv_layer_config layers[2];
+    tkv_cache *kv;
+    tkv_tier_info info;
+    memset(layers, 0, sizeof layers);
+    layers[0].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    layers[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.layers = layers;
+    kv = make(&cfg);
+    feed_all(kv, 0, 500, 25);
+    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_WARM] == 384 && info.tokens[TKV_ARCHIVE] == 0);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
+    CHECK(info.tokens[TKV_WARM] == 0 && info.tokens[TKV_ARCHIVE] == 256);
+    whole(kv, "one tier");
+    feed_all(kv, 0, 500, 25);
+    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_WARM] == 128 && info.tokens[TKV_ARCHIVE] == 768);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 1, &info), TKV_OK);
+    CHECK(info.tokens[TKV_WARM] == 128 && info.tokens[TKV_ARCHIVE] == 768);
+    table_is_sound(kv, 0, "archive only");
+    table_is_sound(kv, 1, "warm only");
+    tkv_destroy(kv);
+}
+
+/* What attention learns ends with the second table, and begins only with a refresh. */
+TEST(nothing_is_collected_afterwards) {
+    WANTS_ATOMICS;
+    tkv_config cfg = config(1, 1);
+    tkv_cache *kv = make(&cfg);
+    int i, head, any;
+    for (i = 0; i < WELL + 200; i += 20) {
+        CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
+        ask(kv, 0, 0, 20, NULL);
+        for (any = 0, head = 0; head < KV_HEADS; head++)
+            any += kv->asked && (tkvi_asked_of(kv, 0, head)[0] != 0 || *tkvi_far_of(kv, 0, head) != 0);
+        CHECK_EQ(any, i < WELL ? KV_HEADS : 0);
+        CHECK_EQ(kv->tables.current[0], i < LEARN ? -1 : i >= WELL);
+        CHECK_EQ(tkvi_learning_held(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
+                                             (i < WELL ? tkvi_heard_bytes(&kv->tables.cfg) : 0));
+    }
+    whole(kv, "two tables");
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    ask(kv, 0, 0, 20, NULL);
+    CHECK(tkvi_asked_of(kv, 0, 0)[0] != 0);
+    tkv_destroy(kv);
+}
+
+/* >>tables of odd lives */
+TEST(any_contents_make_a_table) {
+    static const tkv_format archives[][2] = {{TKV_A30, TKV_R20}, {TKV_A15, TKV_R10}, {TKV_A175, TKV_R15}};
+    int what, how, unit, a;
+    for (what = 0; what < CONTENTS; what++)
+        for (how = 0; how < 3; how++) /* no attention, queries of zeros, usual ones */
+            for (unit = 4; unit <= 16; unit += 12)
+                for (a = 0; a < COUNT(archives); a++) {
+                    tkv_config cfg = config(1, 1);
+                    tkv_cache *kv;
+                    static float q[20 * Q_ROW], out[20 * OUT_ROW];
+                    double loss[2];
+                    int n;
+                    if (tkv_test_quick() && (what + 3 * how + 2 * (unit / 12) + a) % 7) continue;
+                    cfg.allocation_unit = unit;
+                    cfg.archive = pair_of(archives[a][0], archives[a][1]);
+                    if (what == BIASED) cfg.hot.k = TKV_F32;
+                    kv = make(&cfg);
+                    memset(q, 0, sizeof q);
+                    for (n = 0; n < 700; n += 20) {
+                        CHECK_EQ(feed_this(kv, what, 0, 0, 20), TKV_OK);
+                        if (how == 1) CHECK_EQ(tkv_attend(kv, 0, 0, q, 20, out), TKV_OK);
+                        if (how == 2) ask(kv, 0, 0, 20, NULL);
+                    }
+                    table_is_sound(kv, 0, "contents");
+                    whole(kv, "contents");
+                    losses_of(kv, what, 0, 0, loss);
+                    CHECK_LE(loss[TKV_K], what == ZEROS ? 0.0 : 0.7);
+                    CHECK_LE(loss[TKV_V], what == ZEROS ? 0.0 : 0.7);
+                    ask(kv, 0, 0, 20, out);
+                    CHECK(all_finite(out, 20 * OUT_ROW));
+                    tkv_destroy(kv);
+                }
+}
+
+TEST(any_shape_makes_a_table) {
+    static const int shapes[][4] = {{1, 1, 1, 1},   {1, 1, 2, 8},    {3, 3, 16, 16},   {4, 2, 48, 64},
+                                    {4, 4, 80, 80}, {6, 3, 96, 112}, {8, 1, 128, 128}, {2, 2, 192, 256},
+                                    {5, 5, 65, 63}, {7, 7, 17, 100}, {16, 16, 64, 64}, {2, 1, 256, 1},
+                                    {24, 24, 8, 8}};
+    static const tkv_format formats[][2] = {{TKV_A40, TKV_R40},  {TKV_A35, TKV_R30},  {TKV_A30, TKV_R20},
+                                            {TKV_A275, TKV_R15}, {TKV_A25, TKV_R10},  {TKV_A225, TKV_R20},
+                                            {TKV_A20, TKV_R15},  {TKV_A175, TKV_R15}, {TKV_A15, TKV_R10}};
+    int s, i;
+    for (s = 0; s < COUNT(shapes); s++)
+        for (i = 0; i < COUNT(formats); i++) {
+            const int heads = shapes[s][1], dk = shapes[s][2], dv = shapes[s][3];
+            tkv_config cfg = config(1, 1);
+            tkv_cache *kv;
+            float *k, *v, out[24 * 256], q[24 * 256];
+            tkv_rng rng = tkv_rng_seed((uint64_t)(s * 100 + i));
+            if (tkv_test_quick() && (s + i) % 4) continue;
+            cfg.n_heads = shapes[s][0];
+            cfg.n_kv_heads = heads;
+            cfg.head_dim = dk;
+            cfg.v_head_dim = dv;
+            cfg.hot_tokens = 32;
+            cfg.warm_tokens = 64;
+            cfg.allocation_unit = i % 2 ? 16 : 4;
+            cfg.warm = pair_of(formats[(i + 3) % COUNT(formats)][0], formats[i][1]);
+            cfg.archive = pair_of(formats[i][0], formats[(i + s) % COUNT(formats)][1]);
+            kv = make(&cfg);
+            k = k_in;
+            v = v_in;
+            tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+            tkv_rng_fill(&rng, k, (size_t)(180 * heads * dk), 1.0);
+            tkv_rng_fill(&rng, v, (size_t)(180 * heads * dv), 1.0);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 20), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 180), TKV_OK);
+            CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 30), TKV_OK);
+            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            table_is_sound(kv, 0, "shape");
+            whole(kv, "shape");
+            CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
+            CHECK(all_finite(out, cfg.n_heads * dv));
+            tkv_destroy(kv);
+        }
+}
+
+TEST(a_flush_makes_a_table) {
+    int n;
+    for (n = 1; n < 300; n += n < 8 ? 1 : 67) {
+        tkv_config cfg = config(1, 2);
+        tkv_cache *kv = make(&cfg);
+        tkv_tier_info info;
+        double loss[2];
+        CHECK_EQ(feed(kv, 0, 0, n), TKV_OK);
+        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* nothing is asked for */
+        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* nothing is there */
+        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_calibrated_layers(kv), n > 4); /* sinks teach nothing */
+        CHECK_EQ(tkv_calibration_freeze(kv), n > 4 ? TKV_OK : TKV_ERR_STATE);
+        if (n <= 4) {
+            tkv_destroy(kv);
+            continue;
+        }
+        CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+        CHECK_EQ(info.tokens[TKV_HOT], 4);
+        table_is_sound(kv, 0, "flush");
+        whole(kv, "flush");
+        losses_of(kv, USUAL, 0, 0, loss);
+        CHECK_LE(loss[TKV_K], 0.4);
+        CHECK_LE(loss[TKV_V], 0.4);
+        tkv_destroy(kv);
+    }
+}
+
+/* Tokens that were seen and are gone: the table must not be made of nothing, since nothing corrects it later. */
+TEST(sequences_that_left_before) {
+    int how;
+    for (how = 0; how < 4; how++) {
+        tkv_config cfg = config(1, 2);
+        tkv_cache *kv = make(&cfg);
+        double loss[2];
+        int what = how % 2 ? BIASED : LARGE;
+        if (how % 2) cfg.hot.k = TKV_F32;
+        if (how < 2) {
+            CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
+            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        } else {
+            CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+            CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
+            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+        }
+        whole(kv, "nothing left");
+        while (tkv_layer_len(kv, 1, 0) < 1200) CHECK_EQ(feed_this(kv, what, 1, 0, 40), TKV_OK);
+        table_is_sound(kv, 0, "nothing left");
+        whole(kv, "nothing left");
+        losses_of(kv, what, 1, 0, loss);
+        CHECK_LE(loss[TKV_K], 0.4);
+        CHECK_LE(loss[TKV_V], 0.4);
+        tkv_destroy(kv);
+    }
+}
+
+/* >>steps and reservations with blocks that wait */
+TEST(no_table_inside_a_step) {
+    tkv_config cfg = config(2, 2), twin = config_kivi(2, 2);
+    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    int layer, i;
+    feed_all(kv, 0, 400, 100);
+    feed_all(other, 0, 400, 100);
+    for (i = 0; i < 2; i++) { /* aborted, then committed over the 512th token */
+        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_begin(other, 0), TKV_OK);
+        for (layer = 0; layer < 2; layer++) {
+            CHECK_EQ(feed(kv, 0, layer, 100), TKV_OK);
+            if (i) CHECK_EQ(feed(kv, 0, layer, 150), TKV_OK);
+            CHECK_EQ(feed(kv, 0, layer, 1), TKV_OK);
+            CHECK_EQ(feed(other, 0, layer, i ? 251 : 101), TKV_OK);
+            CHECK(all_hot(kv, 0, layer));
+        }
+        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
+        CHECK_EQ(tkv_calibration_refresh(kv), TKV_ERR_STATE);
+        CHECK_EQ(tkv_calibration_load(kv, saved, sizeof saved), TKV_ERR_STATE);
+        CHECK(tkv_last_error(kv)[0] != 0);
+        CHECK_EQ(i ? tkv_commit(kv, 0) : tkv_abort(kv, 0), TKV_OK);
+        CHECK_EQ(i ? tkv_commit(other, 0) : tkv_abort(other, 0), TKV_OK);
+        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+        CHECK_EQ(tkv_seq_len(kv, 0), i ? 651 : 400);
+        whole(kv, "step");
+    }
+    CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* does what is due */
+    CHECK_EQ(tkv_begin(other, 0), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    for (layer = 0; layer < 2; layer++) CHECK(same_tiers(kv, other, 0, layer));
+    CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+    whole(kv, "after the step");
+    tkv_destroy(kv);
+    tkv_destroy(other);
+}
+
+typedef struct purse {
+    size_t held;
+    int closed; /* 1: refuses; n: after n - 1 more */
+} purse;
+
+static void *purse_alloc(void *user, size_t size, size_t align) {
+    purse *p = (purse *)user;
+    char *raw, *at;
+    if (p->closed == 1) return NULL;
+    if (p->closed) p->closed--;
+    raw = (char *)malloc(size + align + sizeof raw);
+    if (!raw) exit(2);
+    at = raw + sizeof raw;
+    at += (align - (size_t)((uintptr_t)at % align)) % align;
+    memcpy(at - sizeof raw, &raw, sizeof raw);
+    memset(at, 0xff, size);
+    p->held += size;
+    return at;
+}
+
+static void purse_release(void *user, void *ptr, size_t size, size_t align) {
+    purse *p = (purse *)user;
+    char *raw;
+    (void)align;
+    memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
+    p->held -= size;
+    free(raw);
+}
+
+static void purse_open(purse *p, tkv_config *cfg) {
+    memset(p, 0, sizeof *p);
+    cfg->allocator.user = p;
+    cfg->allocator.alloc = purse_alloc;
+    cfg->allocator.release = purse_release;
+}
+
+/* What was reserved while blocks wait is enough for the table's moment, however the tokens come. */
+TEST(reservations_over_the_table) {
+    static const int chunks[] = {1, 13, 64, 100};
+    int had, i, n;
+    for (had = 0; had <= 700; had += 50)
+        for (i = 0; i < COUNT(chunks); i++)
+            for (n = 40; n <= 512; n += n < 120 ? 88 : 192) {
+                tkv_config cfg = config(1, 2);
+                purse p;
+                tkv_cache *kv;
+                tkv_memory_info m;
+                int left;
+                if (tkv_test_quick() && (had / 50 + i + n) % 3) continue;
+                if (n <= 128)
+                    cfg.max_append = 128; /* no room for a large chunk that those who wait could use */
+                purse_open(&p, &cfg);
+                kv = make(&cfg);
+                CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
+                for (left = had; left > 0; left -= 100)
+                    CHECK_EQ(feed(kv, 0, 0, left < 100 ? left : 100), TKV_OK);
+                CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
+                p.closed = 1;
+                for (left = n; left > 0; left -= chunks[i]) {
+                    tkv_status st = feed(kv, 0, 0, left < chunks[i] ? left : chunks[i]);
+                    CHECK_MSG(st == TKV_OK, "%d tokens, %d reserved, %d left: %s", had, n, left,
+                              tkv_last_error(kv));
+                }
+                p.closed = 0;
+                CHECK_EQ(tkv_layer_len(kv, 0, 0), had + n);
+                whole(kv, "reserved");
+                CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+                CHECK_EQ(m.total, p.held);
+                tkv_destroy(kv);
+                CHECK_EQ(p.held, 0);
+            }
+}
+
+/* The second table waits for memory: no call fails for want of it. */
+TEST(no_memory_for_the_second_table) {
+    tkv_config cfg = config(1, 1);
+    purse p;
+    tkv_cache *kv;
+    purse_open(&p, &cfg);
+    kv = make(&cfg);
+    feed_all(kv, 0, WELL, 64);
+    CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
+    p.closed = 1;
+    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 0);
+    whole(kv, "no memory");
+    p.closed = 0;
+    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 1);
+    whole(kv, "memory again");
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+}
+
+/* A call that fails makes no table: each of its allocations in turn is the one that is refused. */
+TEST(a_failure_makes_no_table) {
+    int kind, n, left;
+    for (kind = 0; kind < 3; kind++) /* append, flush, begin */
+        for (n = 0; n < 2; n++)      /* before the first and the second table */
+            for (left = 0; left < 8; left++) {
+                tkv_config cfg = config(2, 1);
+                purse p;
+                tkv_cache *kv;
+                tkv_status st;
+                int l;
+                purse_open(&p, &cfg);
+                kv = make(&cfg);
+                feed_all(kv, 0, n ? WELL : LEARN, 512);
+                p.closed = left + 1; /* the next `left` are granted */
+                st = kind == 0   ? feed(kv, 0, 0, 512)
+                     : kind == 1 ? tkv_flush(kv, 0, TKV_FLUSH_FULL)
+                                 : tkv_begin(kv, 0);
+                for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current[l], n ? 0 : -1);
+                if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
+                p.closed = 0;
+                whole(kv, "failed");
+                tkv_destroy(kv);
+                CHECK_EQ(p.held, 0);
+            }
+}
+
+/* Both tables, and no third one while blocks have them. */
+TEST(tables_in_place) {
+    tkv_config cfg = config(1, 1);
+    tkv_cache *kv = NULL;
+    size_t need, bytes;
+    void *mem;
+    cfg.max_tokens = WELL + 700;
+    CHECK_EQ(tkv_required_bytes(&cfg, &need), TKV_OK);
+    mem = malloc(need);
+    if (!mem) exit(2);
+    REQUIRE(tkv_init_in_place(&cfg, mem, need, &kv) == TKV_OK);
+    CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_heard_bytes(&kv->tables.cfg));
+    feed_all(kv, 0, WELL + 690, 10);
+    CHECK_EQ(kv->tables.current[0], 1);
+    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_ERR_CAPACITY);
+    whole(kv, "in place");
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
+    tkv_destroy(kv);
+    free(mem);
+}
+
+/* A table's moment without memory: the call fails, what can be read stays. */
+TEST(no_memory_for_the_recoding) {
+    tkv_config cfg = config(1, 1);
+    purse p;
+    tkv_cache *kv;
+    purse_open(&p, &cfg);
+    kv = make(&cfg);
+    CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);
+    p.closed = 1;
+    CHECK_EQ(feed(kv, 0, 0, 512), TKV_ERR_NOMEM);
+    CHECK(all_hot(kv, 0, 0));
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_out, v_out), TKV_OK);
+    CHECK_MEM(k_out, k_want, LEARN * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v_want, LEARN * V_ROW * sizeof(float));
+    whole(kv, "no memory");
+    p.closed = 0;
+    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    whole(kv, "memory again");
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+}
+
+/* >>who gets the bits */
+/* Queries of one head look at a key `back` tokens back, those of the other at their own key. */
+static void far_and_near(tkv_cache *kv, int n, int swap, int back) {
+    static float q[Q_ROW], out[OUT_ROW];
+    int t, h, c;
+    for (t = 0; t < n; t++) {
+        rows_of(USUAL, 0, 0, t, 1, KV_HEADS, DK, 1,
+                k_in); /* all channels alike: a key is like itself alone */
+        rows_of(USUAL, 1, 0, t, 1, KV_HEADS, DV, 1, v_in);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 1), TKV_OK);
+        if (t < 200) continue;
+        for (h = 0; h < HEADS; h++) {
+            int kv_head = h / (HEADS / KV_HEADS), far = kv_head == swap;
+            CHECK_EQ(tkv_read(kv, 0, 0, far ? t - back : t, 1, k_out, NULL), TKV_OK);
+            for (c = 0; c < DK; c++) q[h * DK + c] = 3.0f * k_out[kv_head * DK + c];
+        }
+        CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
+    }
+}
+
+TEST(heads_that_look_far_get_more) {
+    WANTS_ATOMICS;
+    int swap;
+    for (swap = 0; swap < 2; swap++) { /* what is near does not count */
+        tkv_config cfg = config(1, 1);
+        tkv_cache *kv = make(&cfg);
+        far_and_near(kv, 400, swap, 60);
+        CHECK_LE((double)*tkvi_far_of(kv, 0, swap), 2e10); /* of 10^9 a query and head */
+        tkv_destroy(kv);
+    }
+    for (swap = 0; swap < 2; swap++) {
+        tkv_config cfg = config(1, 1);
+        tkv_cache *kv = make(&cfg);
+        const tkvi_record *r;
+        far_and_near(kv, LEARN + 1, swap, 200);
+        table_is_sound(kv, 0, "far and near");
+        r = coding_of(kv, 0, TKV_ARCHIVE)->record;
+        CHECK_MSG(tile_bits(&r[swap].k.runs) > tile_bits(&r[1 - swap].k.runs), "K: far %d, near %d",
+                  tile_bits(&r[swap].k.runs), tile_bits(&r[1 - swap].k.runs));
+        CHECK_MSG(r[swap].v.half_bits > r[1 - swap].v.half_bits, "V: far %d, near %d", r[swap].v.half_bits,
+                  r[1 - swap].v.half_bits);
+        CHECK_EQ(r[0].v.half_bits + r[1].v.half_bits, 8);
+        tkv_destroy(kv);
+    }
+}
+
+/* Channels that queries look at and that vary come first: sd of channel c is 2^(...), the queries of some are 0. */
+TEST(channels_are_in_order) {
+    WANTS_ATOMICS;
+    tkv_config cfg = config(1, 1);
+    tkv_cache *kv = make(&cfg);
+    static float q[20 * Q_ROW], out[20 * OUT_ROW];
+    const tkvi_head *head;
+    int n, c, i;
+    for (n = 0; n <= LEARN; n += 20) {
+        CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
+        rows_of(USUAL, 7, 0, n, 20, HEADS, DK, 1, q);
+        for (i = 0; i < 20 * HEADS; i++)
+            for (c = 0; c < DK; c++)
+                if (c % 4 == 1) q[i * DK + c] *= 1e-3f;
+        CHECK_EQ(tkv_attend(kv, 0, 0, q, 20, out), TKV_OK);
+    }
+    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    table_is_sound(kv, 0, "order");
+    for (i = 0; i < KV_HEADS; i++) {
+        double before = 1e30;
+        head = &tkvi_heads_of(&kv->tables, 0, kv->tables.current[0])[i];
+        for (c = 0; c < DK; c++) {
+            int channel = head->order[c];
+            double size = ldexp(1.0, (channel * 7 + i * 3) % 5 - 2) * (channel % 4 == 1 ? 1e-3 : 1.0);
+            CHECK_LE(size, 1.5 * before);
+            before = size;
+        }
+    }
+    tkv_destroy(kv);
+}
+
+/* A head whose keys are eight times as large, and no smaller queries, errs eight times as much: it needs more. */
+TEST(heads_with_large_keys_get_more) {
+    int log2, head;
+    for (log2 = -3; log2 <= 3; log2++) {
+        tkv_config cfg = config(1, 1);
+        tkv_cache *kv = make(&cfg);
+        int n, t, c, bits[KV_HEADS];
+        for (n = 0; n <= LEARN; n += 64) {
+            rows_of(USUAL, 3, 0, n, 64, KV_HEADS, DK, 1, k_in); /* all channels alike */
+            rows_of(USUAL, 3, 1, n, 64, KV_HEADS, DV, 1, v_in);
+            for (t = 0; t < 64; t++)
+                for (c = 0; c < DK; c++) k_in[t * K_ROW + DK + c] *= (float)ldexp(1.0, log2);
+            CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 64), TKV_OK);
+        }
+        table_is_sound(kv, 0, "large keys");
+        for (head = 0; head < KV_HEADS; head++)
+            bits[head] = tile_bits(&coding_of(kv, 0, TKV_ARCHIVE)->record[head].k.runs);
+        if (log2 < 0) CHECK_MSG(bits[0] > bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
+        if (log2 > 0) CHECK_MSG(bits[0] < bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
+        if (log2 == 0) CHECK_LE(abs(bits[0] - bits[1]), 4);
+        tkv_destroy(kv);
+    }
+}
+
+/* >>calibration: out and in again */
+/* A cache that has learned from 600 tokens, and its calibration in `saved`. */
+static tkv_cache *learned(const tkv_config *cfg, size_t *bytes) {
+    tkv_cache *kv = make(cfg);
+    int layer, n;
+    for (n = 0; n < 600; n += 20)
+        for (layer = 0; layer < cfg->n_layers; layer++)
+            if (kv->tables.plan[layer].stored == layer) {
+                CHECK_EQ(feed(kv, 0, layer, 20), TKV_OK);
+                ask(kv, 0, layer, 20, NULL);
+            }
+    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, bytes), TKV_OK);
+    return kv;
+}
+
+/* All blocks of one sequence and layer have the same bytes. */
+static int same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
+    const tkvi_list *x = tkvi_list_of(a, seq, layer), *y = tkvi_list_of(b, seq, layer);
+    int i, same = x->n == y->n;
+    for (i = 0; i < x->n && same; i++) {
+        const tkvi_block *p = &a->pool.block[tkvi_ids(a, seq, layer)[i]],
+                         *q = &b->pool.block[tkvi_ids(b, seq, layer)[i]];
+        const tkvi_coding *c = &a->tables.coding[p->coding];
+        same = c->key == b->tables.coding[q->coding].key && p->start == q->start &&
+               memcmp(tkvi_block_bytes(&a->pool, p), tkvi_block_bytes(&b->pool, q),
+                      c->record[a->tables.cfg.n_kv_heads - 1].at) == 0;
+    }
+    return same;
+}
+
+TEST(saved_and_loaded) {
+    tkv_config cfg = config(3, 2);
+    tkv_layer_config layers[3];
+    size_t bytes = 0, again = 0, need = 0;
+    tkv_cache *a, *b;
+    static float out[20 * OUT_ROW], other[20 * OUT_ROW];
+    int n, layer;
+    memset(layers, 0, sizeof layers);
+    layers[1].warm = layers[1].archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* this one has nothing to learn */
+    cfg.layers = layers;
+    a = learned(&cfg, &bytes);
+    CHECK_EQ(tkv_calibrated_layers(a), 2);
+    CHECK_EQ(tkv_calibration_save(a, NULL, 0, &need), TKV_OK);
+    CHECK_EQ(need, bytes);
+    CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in calibration.h */
+    memset(saved_again, 0x5a, sizeof saved_again);
+    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes - 1, &again), TKV_ERR_ARG);
+    CHECK_EQ(again, bytes);
+    for (n = 0; n < SAVED; n++)
+        if (saved_again[n] != 0x5a) break;
+    CHECK_EQ(n, SAVED);
+    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_save(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_save(a, saved_again, bytes, &again), TKV_OK);
+    CHECK_MEM(saved_again, saved, bytes);
+    b = make(&cfg);
+    CHECK_EQ(tkv_calibration_load(b, NULL, bytes), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_load(NULL, saved, bytes), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_load(b, saved, bytes), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(b), 2);
+    memset(saved_again, 0, sizeof saved_again);
+    CHECK_EQ(tkv_calibration_save(b, saved_again, sizeof saved_again, &again), TKV_OK);
+    CHECK_EQ(again, bytes);
+    CHECK_MEM(saved_again, saved, bytes);
+    for (n = 0; n < 500; n += 20) { /* compressed from the first block on, and to the same bytes */
+        feed_all(a, 1, 20, 20);
+        feed_all(b, 1, 20, 20);
+        for (layer = 0; layer < 3; layer++) {
+            ask(a, 1, layer, 20, out);
+            ask(b, 1, layer, 20, other);
+            CHECK_MEM(out, other, sizeof out);
+        }
+    }
+    for (layer = 0; layer < 3; layer++) {
+        tkv_tier_info info;
+        CHECK(same_blocks(a, b, 1, layer));
+        CHECK_EQ(tkv_tier_counts(b, 1, layer, &info), TKV_OK);
+        CHECK(info.tokens[TKV_ARCHIVE] == 256 && info.tokens[TKV_WARM] == 128);
+        CHECK(!b->asked); /* who has a table does not listen */
+    }
+    whole(a, "saved");
+    whole(b, "loaded");
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(loaded_into_another_plan) {
+    static const tkv_format plans[][2] = {
+        {TKV_A15, TKV_R10}, {TKV_A20, TKV_R15}, {TKV_A275, TKV_R30}, {TKV_A40, TKV_KIVI2}};
+    tkv_config cfg = config(2, 1);
+    size_t bytes = 0, again = 0;
+    tkv_cache *kv = learned(&cfg, &bytes);
+    double loss[2];
+    int i;
+    tkv_destroy(kv);
+    for (i = 0; i < COUNT(plans); i++) {
+        cfg = config(2, 2);
+        cfg.archive = pair_of(plans[i][0], plans[i][1]);
+        cfg.allocation_unit = i % 2 ? 16 : 4;
+        cfg.sink_tokens = TKV_NONE;
+        kv = make(&cfg);
+        CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
+        CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &again), TKV_OK);
+        CHECK_EQ(again, bytes);
+        CHECK_MEM(saved_again, saved, bytes);
+        feed_all(kv, 0, 500, 50);
+        table_is_sound(kv, 0, "another plan");
+        table_is_sound(kv, 1, "another plan");
+        whole(kv, "another plan");
+        losses_of(kv, USUAL, 0, 1, loss);
+        CHECK_LE(loss[TKV_K], 0.6);
+        CHECK_LE(loss[TKV_V], 0.6);
+        tkv_destroy(kv);
+    }
+    cfg = config_kivi(2, 1); /* a plan that has no use for it */
+    kv = make(&cfg);
+    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &again), TKV_OK);
+    CHECK_EQ(again, 24 + 2 * 4 + 8);
+    CHECK_EQ(tkv_calibration_load(kv, saved_again, again), TKV_OK);
+    tkv_destroy(kv);
+}
+
+/* From keys alone the same bytes come out whatever the instruction set. */
+TEST(tables_are_the_same_on_every_isa) {
+    size_t bytes = 0, first = 0;
+    int isa, what;
+    for (what = 0; what < CONTENTS; what++) {
+        first = 0;
+        for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
+            tkv_config cfg = config(1, 1);
+            tkv_cache *kv;
+            cfg.isa = (tkv_isa)isa;
+            if (!tkv_isa_available(cfg.isa)) continue;
+            kv = make(&cfg);
+            while (tkv_layer_len(kv, 0, 0) < 1000) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK); /* once more, from warm blocks */
+            while (tkv_layer_len(kv, 0, 0) < 1600) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            CHECK_EQ(tkv_calibration_save(kv, first ? saved_again : saved, SAVED, &bytes), TKV_OK);
+            if (first) {
+                CHECK_EQ(bytes, first);
+                CHECK_MEM(saved_again, saved, bytes);
+            }
+            first = bytes;
+            tkv_destroy(kv);
+        }
+    }
+}
+
+TEST(frozen) {
+    WANTS_ATOMICS;
+    tkv_config cfg = config(4, 1);
+    tkv_layer_config layers[4];
+    tkv_cache *kv;
+    int n;
+    memset(layers, 0, sizeof layers);
+    layers[1].share_kv = 1;
+    layers[2].no_cache = 1;
+    cfg.layers = layers;
+    kv = make(&cfg);
+    CHECK_EQ(tkv_calibration_freeze(NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
+    CHECK_EQ(feed(kv, 0, 0, 100), TKV_OK);
+    ask(kv, 0, 1, 10, NULL); /* the layer that reads it teaches it */
+    CHECK(tkvi_asked_of(kv, 0, 0)[0] != 0);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
+    CHECK(tkv_last_error(kv)[0] != 0);
+    CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    CHECK_EQ(feed(kv, 0, 3, 100), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 2);
+    table_is_sound(kv, 0, "frozen");
+    table_is_sound(kv, 3, "frozen");
+    for (n = 0; n < 700; n += 50) {
+        CHECK_EQ(feed(kv, 0, 0, 50), TKV_OK);
+        ask(kv, 0, 1, 10, NULL);
+        CHECK_EQ(kv->tables.current[0], 0);
+        CHECK(!kv->asked);
+    }
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* again: nothing to do */
+    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK); /* takes the refresh back */
+    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(tkv_calibration_refresh(NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_calibrated_layers(NULL), 0);
+    tkv_destroy(kv);
+    cfg = config(1, 1); /* what was seen is gone: as good as nothing */
+    kv = make(&cfg);
+    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
+    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    tkv_destroy(kv);
+}
+
+/* A flush asks for the first table only: one that is being learned is not made of a few tokens. */
+TEST(a_flush_does_not_hurry_a_refresh) {
+    tkv_config cfg = config(1, 1);
+    size_t bytes = 0;
+    tkv_cache *kv = learned(&cfg, &bytes);
+    int n;
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(feed(kv, 0, 0, 7), TKV_OK);
+    CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 0);
+    for (n = 7; n < WELL; n += 157) {
+        CHECK_EQ(kv->tables.current[0], 0);
+        CHECK_EQ(feed(kv, 0, 0, 157), TKV_OK);
+    }
+    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 1);
+    whole(kv, "not hurried");
+    tkv_destroy(kv);
+}
+
+/* What a call that must change nothing may have changed: tables, what can be read. */
+static void nothing_changed(tkv_cache *kv, int version) {
+    size_t bytes = 0;
+    CHECK_EQ(kv->tables.current[0], version);
+    CHECK_EQ(tkv_calibration_save(kv, saved_again, sizeof saved_again, &bytes), TKV_OK);
+    CHECK_MEM(saved_again, saved, bytes);
+    whole(kv, "nothing changed");
+}
+
+TEST(learned_anew) {
+    tkv_config cfg = config(1, 3);
+    tkv_cache *kv;
+    size_t bytes = 0;
+    int n = 0, version;
+    uint8_t *first;
+    cfg.hot.k = TKV_F32;
+    kv = learned(&cfg, &bytes);
+    first = (uint8_t *)malloc(bytes);
+    if (!first) exit(2);
+    memcpy(first, saved, bytes);
+    CHECK_EQ(kv->tables.current[0], 0);
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 1); /* the old table is used on */
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
+    while (tkv_layer_len(kv, 1, 0) < WELL) {
+        CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
+        CHECK_EQ(kv->tables.current[0], 0);
+    }
+    CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 1);
+    table_is_sound(kv, 0, "anew");
+    CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+    CHECK(memcmp(first, saved, bytes) != 0);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_out, v_out), TKV_OK); /* what has the old table keeps it */
+    CHECK_MEM(k_out, k_want, 384 * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v_want, 384 * V_ROW * sizeof(float));
+    while (tkv_layer_len(kv, 2, 0) < 400) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 40), TKV_OK);
+    {
+        double loss[2];
+        losses_of(kv, BIASED, 2, 0, loss);
+        CHECK_LE(loss[TKV_K], 0.4);
+        CHECK_LE(loss[TKV_V], 0.5);
+    }
+    ask(kv, 0, 0, 20, NULL);
+    whole(kv, "two versions");
+    /* Blocks use every version: the next table waits, a loaded one is refused. */
+    for (version = 2; version < TKVI_VERSIONS; version++) {
+        CHECK_EQ(tkv_calibration_load(kv, version % 2 ? saved : first, bytes), TKV_OK);
+        for (n = 0; n < 128; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
+        CHECK_EQ(kv->tables.current[0], version);
+    }
+    CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_ERR_CAPACITY);
+    CHECK(tkv_last_error(kv)[0] != 0);
+    nothing_changed(kv, TKVI_VERSIONS - 1);
+    CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+    for (n = 0; n < 2 * WELL; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
+    nothing_changed(kv, TKVI_VERSIONS - 1);
+    CHECK_EQ(tkv_reset(kv, 0),
+             TKV_OK); /* it held blocks of the oldest one: but sequence 1 has some as well */
+    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_EQ(feed_this(kv, BIASED, 2, 0, 1), TKV_OK);
+    CHECK_EQ(kv->tables.current[0], 0);
+    whole(kv, "the next one");
+    for (version = 0; version < 2;
+         version++) { /* no blocks at all: a table can be loaded any number of times */
+        for (n = 0; n < 3; n++) CHECK_EQ(tkv_reset(kv, n), TKV_OK);
+        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
+        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
+        CHECK_EQ(tkv_calibration_load(kv, first, bytes), TKV_OK);
+        CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+        CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+        whole(kv, "loaded often");
+    }
+    free(first);
+    tkv_destroy(kv);
+}
+
+/* >>calibration: bytes that are wrong */
+static void store64(uint8_t *p, uint64_t x) {
+    int i;
+    for (i = 0; i < 8; i++) p[i] = (uint8_t)(x >> 8 * i & 0xffu);
+}
+
+static uint64_t fnv(const uint8_t *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    size_t i;
+    for (i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
+    return h;
+}
+
+/* Loads a copy that ends where its memory ends. */
+static tkv_status load_copy(tkv_cache *kv, const uint8_t *src, size_t n) {
+    uint8_t *copy = (uint8_t *)malloc(n ? n : 1);
+    tkv_status st;
+    if (!copy) exit(2);
+    memcpy(copy, src, n);
+    st = tkv_calibration_load(kv, copy, n);
+    free(copy);
+    return st;
+}
+
+TEST(damaged_calibrations_are_refused) {
+    tkv_config cfg = config(2, 1);
+    size_t bytes = 0, i;
+    tkv_cache *from = learned(&cfg, &bytes), *kv;
+    static const uint8_t changes[] = {0x01, 0x80, 0xff};
+    int c, layer;
+    uint8_t *copy = (uint8_t *)malloc(bytes + 1);
+    if (!copy) exit(2);
+    tkv_destroy(from);
+    kv = make(&cfg);
+    for (i = 0; i < bytes; i++)
+        for (c = 0; c < COUNT(changes); c++) {
+            memcpy(copy, saved, bytes);
+            copy[i] = (uint8_t)(copy[i] ^ changes[c]);
+            CHECK_EQ(tkv_calibration_load(kv, copy, bytes), TKV_ERR_DATA);
+        }
+    CHECK(tkv_last_error(kv)[0] != 0);
+    for (i = 0; i < bytes; i++) CHECK_EQ(load_copy(kv, saved, i), TKV_ERR_DATA);
+    memcpy(copy, saved, bytes);
+    copy[bytes] = 0;
+    CHECK_EQ(tkv_calibration_load(kv, copy, bytes + 1), TKV_ERR_DATA);
+    for (i = 0; i < bytes; i += 1 + i / 40) { /* cut, and made to look whole */
+        memcpy(copy, saved, bytes);
+        if (i < 8) continue;
+        store64(copy + i - 8, fnv(copy, i - 8));
+        CHECK_EQ(load_copy(kv, copy, i), TKV_ERR_DATA);
+    }
+    for (layer = 0; layer < 2; layer++) CHECK(!has_table(kv, layer));
+    whole(kv, "damaged");
+    CHECK_EQ(tkv_calibration_load(kv, saved, bytes), TKV_OK); /* it was not the cache's fault */
+    free(copy);
+    tkv_destroy(kv);
+}
+
+TEST(other_models_are_refused) {
+    int i;
+    tkv_config cfg = config(2, 1);
+    size_t bytes = 0;
+    tkv_cache *kv = learned(&cfg, &bytes);
+    tkv_destroy(kv);
+    for (i = 0; i < 5; i++) {
+        cfg = config(i == 0 ? 3 : 2, 1);
+        if (i == 1) cfg.n_kv_heads = 4;
+        if (i == 2) cfg.head_dim = 31;
+        if (i == 3) cfg.v_head_dim = 64;
+        if (i == 4) cfg.n_heads = 8; /* the queries are nobody's business */
+        kv = make(&cfg);
+        CHECK_EQ(tkv_calibration_load(kv, saved, bytes), i == 4 ? TKV_OK : TKV_ERR_DATA);
+        CHECK_EQ(tkv_calibrated_layers(kv), i == 4 ? 2 : 0);
+        tkv_destroy(kv);
+    }
+}
+
+/* With a right checksum, and one thing that no table can say. */
+TEST(senseless_calibrations_are_refused) {
+    tkv_config cfg = config(2, 1);
+    size_t bytes = 0;
+    tkv_cache *kv = learned(&cfg, &bytes);
+    const size_t at = 24 + 4 + 6 + 4 * DK; /* second head of the first layer */
+    int i;
+    tkv_destroy(kv);
+    kv = make(&cfg);
+    for (i = 0; i < 17; i++) {
+        uint8_t *h = saved_again + at, *order = h + 6, *importance = order + DK, *mean = importance + DK;
+        size_t n = bytes;
+        memcpy(saved_again, saved, bytes);
+        if (i == 0) order[3] = order[5];
+        if (i == 1) order[0] = DK;
+        if (i == 2) order[DK - 1] = 255;
+        if (i == 3) importance[DK - 1] = 0;
+        if (i == 4) importance[7] = 255, importance[6] = 254;
+        if (i == 5) mean[2 * 9 + 1] = 0x7c, mean[2 * 9] = 0;
+        if (i == 6) mean[2 * 9 + 1] = 0xff;
+        if (i == 7) h[4] = 97;
+        if (i == 8) h[5] = (uint8_t)-97;
+        if (i == 9) tkvi_store16(h, 0x7fff);
+        if (i == 10) tkvi_store16(h + 2, 0x8000);
+        if (i == 11) saved_again[0] = 't';
+        if (i == 12) saved_again[4] = 2;     /* version */
+        if (i == 13) saved_again[24] = 2;    /* has a table: 0 or 1 */
+        if (i == 14) saved_again[24] = 0;    /* too long then */
+        if (i == 15) n = 31;                 /* less than a head and a checksum */
+        if (i == 16) saved_again[11] = 0xff; /* layers */
+        store64(saved_again + n - 8, fnv(saved_again, n - 8));
+        CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "thing %d", i);
+        CHECK_EQ(tkv_calibrated_layers(kv), 0);
+    }
+    CHECK_EQ(load_copy(kv, saved, bytes), TKV_OK);
+    tkv_destroy(kv);
+}
+
+/* The records of every coding stay within their blocks, whatever a table claims. */
+static void records_fit(const tkv_cache *kv, const char *what, long number) {
+    int c, head;
+    for (c = 0; c < kv->tables.n_codings; c++) {
+        const tkvi_coding *coding = &kv->tables.coding[c];
+        size_t sum = 0;
+        if (!coding->record) continue; /* of a version that nobody needed yet */
+        for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+            sum += coding->record[head].k.bytes + coding->record[head].v.bytes;
+        CHECK_MSG(sum <= coding->bytes.total, "%s %ld: records of %lu bytes in a block of %lu", what, number,
+                  (unsigned long)sum, (unsigned long)coding->bytes.total);
+    }
+}
+
+/* Bytes with a right checksum that nobody saved: refused, or used without harm. */
+TEST(forged_calibrations_are_harmless) {
+    static const int dims[][3] = {{3, 32, 48}, {1, 17, 5}, {8, 64, 64}};
+    int d, round, rounds = tkv_test_quick() ? 300 : 3000, used = 0, refused = 0;
+    for (d = 0; d < COUNT(dims); d++) {
+        tkv_config cfg = config(1, 1);
+        size_t bytes = 0, i;
+        tkv_cache *kv;
+        tkv_rng rng = tkv_rng_seed(99);
+        cfg.n_heads = cfg.n_kv_heads = dims[d][0];
+        cfg.head_dim = dims[d][1];
+        cfg.v_head_dim = dims[d][2];
+        cfg.archive = pair_of(TKV_A20, TKV_R15);
+        kv = make(&cfg);
+        rows_of(USUAL, 0, 0, 0, 400, cfg.n_kv_heads, cfg.head_dim, 0, k_in);
+        rows_of(USUAL, 0, 0, 0, 400, cfg.n_kv_heads, cfg.v_head_dim, 1, v_in);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 100), TKV_OK);
+        CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+        CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
+        for (round = 0; round < rounds; round++) {
+            int changes = 1 + tkv_rng_below(&rng, 4), j, head;
+            tkv_status st;
+            memcpy(saved_again, saved, bytes);
+            for (j = 0; j < changes; j++) {
+                i = 24 + (size_t)tkv_rng_below(&rng, (int)bytes - 32);
+                saved_again[i] = (uint8_t)tkv_rng_below(&rng, 256);
+            }
+            if (round % 2) /* all weights anywhere, the importance of all channels high or low */
+                for (head = 0; head < cfg.n_kv_heads; head++) {
+                    uint8_t *h = saved_again + 28 + head * (6 + 4 * cfg.head_dim);
+                    for (j = 0; j < 2; j++) {
+                        int w = tkv_rng_below(&rng, 3) == 0 ? 4799 + tkv_rng_below(&rng, 4)
+                                                            : tkv_rng_below(&rng, 9700) - 4850;
+                        if (tkv_rng_below(&rng, 2)) w = -w;
+                        tkvi_store16(h + 2 * j, (uint16_t)(w & 0xffff));
+                    }
+                    for (j = 0; j < 2; j++) h[4 + j] = (uint8_t)(tkv_rng_below(&rng, 200) - 100);
+                    memset(h + 6 + cfg.head_dim, round % 4 == 1 ? 255 : 1, (size_t)cfg.head_dim);
+                }
+            store64(saved_again + bytes - 8, fnv(saved_again, bytes - 8));
+            CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+            st = tkv_calibration_load(kv, saved_again, bytes);
+            CHECK(st == TKV_OK || st == TKV_ERR_DATA);
+            used += st == TKV_OK;
+            refused += st != TKV_OK;
+            if (st) continue;
+            records_fit(kv, "forged", round);
+            if (tkv_test_.bad) break; /* and do not write beyond them */
+            if (round % 8 >= 2) continue;
+            CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 400), TKV_OK);
+            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_out, v_out), TKV_OK);
+            CHECK(all_finite(k_out, 400 * cfg.n_kv_heads * cfg.head_dim));
+            CHECK(all_finite(v_out, 400 * cfg.n_kv_heads * cfg.v_head_dim));
+            ask(kv, 0, 0, 1, NULL);
+            whole(kv, "forged");
+        }
+        tkv_destroy(kv);
+    }
+    CHECK(used > 100 && refused > 100);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(nothing_is_coded_before_the_512th_token);
+    RUN(sequences_learn_together);
+    RUN(later_sequences_do_not_wait);
+    RUN(one_shared_tier);
+    RUN(nothing_is_collected_afterwards);
+    RUN(any_contents_make_a_table);
+    RUN(any_shape_makes_a_table);
+    RUN(a_flush_makes_a_table);
+    RUN(sequences_that_left_before);
+    RUN(no_table_inside_a_step);
+    RUN(reservations_over_the_table);
+    RUN(no_memory_for_the_recoding);
+    RUN(no_memory_for_the_second_table);
+    RUN(a_failure_makes_no_table);
+    RUN(tables_in_place);
+    RUN(heads_that_look_far_get_more);
+    RUN(channels_are_in_order);
+    RUN(heads_with_large_keys_get_more);
+    RUN(saved_and_loaded);
+    RUN(loaded_into_another_plan);
+    RUN(tables_are_the_same_on_every_isa);
+    RUN(frozen);
+    RUN(a_flush_does_not_hurry_a_refresh);
+    RUN(learned_anew);
+    RUN(damaged_calibrations_are_refused);
+    RUN(other_models_are_refused);
+    RUN(senseless_calibrations_are_refused);
+    RUN(forged_calibrations_are_harmless);
+    return tkv_test_end();
+}

@@ -1,0 +1,1108 @@
+/*
+ * test_meter.c - the quality meter: its figures against an independent computation from the original K and V,
+ * what it must not change (bits, memory, failures), whom it watches, and how it covers sequences longer than
+ * its copies.
+ *
+ * With threads: test_threads.c.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "tkv_test.h"
+
+#include <math.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NEEDS_METER
+#else
+#define NEEDS_METER SKIP("no atomics, no meter")
+#endif
+
+enum { LAYERS = 2, HEADS = 6, KV_HEADS = 2, DK = 32, DV = 48, SEQS = 2, MOST = 1024 };
+enum { K_ROW = KV_HEADS * DK, V_ROW = KV_HEADS * DV, Q_ROW = HEADS * DK, OUT_ROW = HEADS * DV, CHUNK = 80 };
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+
+/* What was appended, as the hot tier holds it. */
+static float k_exact[SEQS][LAYERS][MOST * K_ROW], v_exact[SEQS][LAYERS][MOST * V_ROW];
+static float k_now[MOST * K_ROW], v_now[MOST * V_ROW], q_in[CHUNK * Q_ROW], out[CHUNK * OUT_ROW];
+
+static tkv_pair pair_of(tkv_format k, tkv_format v) {
+    tkv_pair p;
+    p.k = k;
+    p.v = v;
+    return p;
+}
+
+static tkv_config config(tkv_format k, tkv_format v) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = LAYERS;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DK;
+    cfg.v_head_dim = DV;
+    cfg.max_seqs = SEQS;
+    cfg.warm_tokens = 128;
+    cfg.warm = cfg.archive = pair_of(k, v);
+    cfg.isa = tkv_test_isa();
+    cfg.precise = 1;
+    cfg.quality_heads = LAYERS * KV_HEADS;
+    cfg.quality_every = 7;
+    return cfg;
+}
+
+static tkv_cache *make(const tkv_config *cfg) {
+    tkv_cache *kv = NULL;
+    char reason[200];
+    tkv_status st = tkv_create(cfg, &kv);
+    if (st) {
+        (void)tkv_config_validate(cfg, reason, sizeof reason);
+        printf("tkv_create: %s, %s\n", tkv_status_text(st), reason);
+        exit(2);
+    }
+    return kv;
+}
+
+static void whole(const tkv_cache *kv, const char *what) {
+    char reason[160];
+    tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
+}
+
+static tkv_rng rng_of(int what, int seq, int layer, int position) {
+    return tkv_rng_seed((uint64_t)(unsigned)position << 24 ^ (uint64_t)(unsigned)layer << 12 ^
+                        (uint64_t)(unsigned)seq << 4 ^ (uint64_t)(unsigned)what);
+}
+
+/* Appends n tokens to every layer that has its own; remembers what the hot tier made of them. Values have a
+ * mean, so that the output of attention over many of them is not near zero. */
+static tkv_status feed(tkv_cache *kv, int seq, int n) {
+    static float k[CHUNK * K_ROW], v[CHUNK * V_ROW];
+    int layer, t, c;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        int at = tkv_layer_len(kv, seq, layer);
+        tkv_status st;
+        if (kv->tables.plan[layer].stored != layer) continue;
+        if (at + n > MOST || n > CHUNK) exit(2);
+        for (t = 0; t < n; t++) {
+            tkv_rng r = rng_of(1, seq, layer, at + t);
+            for (c = 0; c < K_ROW; c++)
+                k[t * K_ROW + c] =
+                    (float)(tkv_rng_gauss(&r) * (c % 8 ? 0.6 : 2.5) + (c % 5 == 0 ? 3.0 : 0.0));
+            for (c = 0; c < V_ROW; c++) v[t * V_ROW + c] = (float)(tkv_rng_gauss(&r) + 0.5 * (c % 3));
+        }
+        st = tkv_append(kv, seq, layer, k, v, n);
+        if (st) return st;
+        CHECK_EQ(tkv_read(kv, seq, layer, at, n, k_exact[seq][layer] + at * K_ROW,
+                          v_exact[seq][layer] + at * V_ROW),
+                 TKV_OK);
+    }
+    return TKV_OK;
+}
+
+static void queries(int seq, int layer, int first, int n) {
+    int t, c;
+    for (t = 0; t < n; t++) {
+        tkv_rng r = rng_of(2, seq, layer, first + t);
+        for (c = 0; c < Q_ROW; c++) q_in[t * Q_ROW + c] = (float)(tkv_rng_gauss(&r) * 1.5);
+    }
+}
+
+static tkv_status ask(tkv_cache *kv, int seq, int layer, int n) {
+    queries(seq, layer, tkv_layer_len(kv, seq, layer) - n, n);
+    return tkv_attend(kv, seq, layer, q_in, n, out);
+}
+
+/* >>the oracle: everything in double, from the original keys and values and from what tkv_read gives */
+typedef struct figures {
+    double samples, keys, kept, error, kl, kl_max, agreed, close; /* close: no verdict on the strongest key */
+} figures;
+
+typedef struct question { /* what changes logits; zeros: nothing */
+    float softcap, scale;
+    int window, non_causal;
+    const float *alibi, *sinks, *mask; /* mask: [n][len] */
+} question;
+
+static const tkvi_gauge *gauge_of(const tkv_cache *kv, int layer, int head) {
+    return tkvi_gauge_of(kv->meter, layer, head);
+}
+
+/* Is each key coded, and has its block a copy? */
+static char coded[MOST], copied[MOST];
+
+static void look_at(const tkvi_gauge *g, const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, j, k;
+    memset(coded, 0, sizeof coded);
+    memset(copied, 0, sizeof copied);
+    for (i = 0; i < list->n; i++) {
+        int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i), has = 0;
+        for (k = 0; k < g->n; k++) has |= g->start[k] == start;
+        for (j = start; j < end; j++) {
+            coded[j] = tkvi_tier_at(list, i) != TKV_HOT;
+            copied[j] = (char)has;
+        }
+    }
+}
+
+static double dot(const float *a, const float *b, int n) {
+    double s = 0.0;
+    int i;
+    for (i = 0; i < n; i++) s += (double)a[i] * (double)b[i];
+    return s;
+}
+
+/* One query head of one row; `got` is the output of tkv_attend. k_now and v_now are what the cache holds. */
+static void expect_row(figures *f, const tkv_cache *kv, const question *w, int seq, int layer, int head,
+                       int at, const float *q, const float *mask, const float *got) {
+    static double exact[MOST], cached[MOST];
+    static char seen[MOST];
+    int kvh = head / (HEADS / KV_HEADS), len = tkv_layer_len(kv, seq, layer), j, c, best = -1;
+    int window = w->window == TKV_NONE ? 0 : w->window ? w->window : kv->tables.plan[layer].window;
+    double top = 0.0, cached_top = 0.0, lse = 0.0, cached_lse = 0.0, kl = 0.0, d = 0.0, n = 0.0, o[DV];
+    double scale = w->scale > 0.0f ? (double)w->scale : 1.0 / sqrt((double)DK), second = 0.0;
+    int any = 0, have_second = 0;
+    memset(o, 0, sizeof o);
+    for (j = 0; j < len; j++) {
+        const float *k_cached = k_now + j * K_ROW + kvh * DK;
+        const float *k = copied[j] ? k_exact[seq][layer] + j * K_ROW + kvh * DK : k_cached;
+        seen[j] = (w->non_causal || j <= at) && (!window || at - j < window);
+        f->keys += coded[j] && seen[j];
+        f->kept += coded[j] && seen[j] && copied[j];
+        if (mask && !(mask[j] > -1e30f)) seen[j] = 0;
+        if (!seen[j]) continue;
+        exact[j] = dot(q, k, DK) * scale;
+        cached[j] = dot(q, k_cached, DK) * scale;
+        if (w->softcap > 0.0f) {
+            exact[j] = (double)w->softcap * tanh(exact[j] / (double)w->softcap);
+            cached[j] = (double)w->softcap * tanh(cached[j] / (double)w->softcap);
+        }
+        if (w->alibi) exact[j] += (double)w->alibi[head] * (j - at);
+        if (w->alibi) cached[j] += (double)w->alibi[head] * (j - at);
+        if (mask) exact[j] += (double)mask[j];
+        if (mask) cached[j] += (double)mask[j];
+        if (!any || exact[j] > top) top = exact[j];
+        if (!any || cached[j] > cached_top) {
+            have_second = any;
+            second = cached_top;
+            cached_top = cached[j];
+            best = j;
+        } else if (!have_second || cached[j] > second) {
+            have_second = 1;
+            second = cached[j];
+        }
+        any = 1;
+    }
+    if (!any) return;
+    if (w->sinks) lse = exp((double)w->sinks[head] - top);
+    if (w->sinks) cached_lse = exp((double)w->sinks[head] - cached_top);
+    for (j = 0; j < len; j++)
+        if (seen[j]) {
+            lse += exp(exact[j] - top);
+            cached_lse += exp(cached[j] - cached_top);
+        }
+    lse = top + log(lse);
+    cached_lse = cached_top + log(cached_lse);
+    if (w->sinks) kl += exp((double)w->sinks[head] - lse) * (cached_lse - lse);
+    for (j = 0; j < len; j++)
+        if (seen[j]) {
+            const float *v = (copied[j] ? v_exact[seq][layer] : v_now) + j * V_ROW + kvh * DV;
+            double p = exp(exact[j] - lse);
+            kl += p * ((exact[j] - lse) - (cached[j] - cached_lse));
+            for (c = 0; c < DV; c++) o[c] += p * (double)v[c];
+        }
+    for (c = 0; c < DV; c++) {
+        d += (o[c] - (double)got[c]) * (o[c] - (double)got[c]);
+        n += o[c] * o[c];
+    }
+    f->samples++;
+    f->error += d / n;
+    f->kl += kl;
+    if (kl > f->kl_max) f->kl_max = kl;
+    f->agreed += exact[best] >= top;
+    f->close +=
+        (have_second && cached_top - second < 2e-3) || (exact[best] < top && top - exact[best] < 2e-3);
+}
+
+/* Attention of the newest n tokens, and what the meter should make of it. */
+static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq, int layer, int n) {
+    int len = tkv_layer_len(kv, seq, layer), dropped, i, head;
+    tkv_attend_params p;
+    tkv_tier_info info;
+    memset(&p, 0, sizeof p);
+    queries(seq, layer, len - n, n);
+    p.layer = layer;
+    p.seq = seq;
+    p.n = n;
+    p.q = q_in;
+    p.out = out;
+    p.softcap = w->softcap;
+    p.scale = w->scale;
+    p.window = w->window;
+    p.non_causal = w->non_causal;
+    p.alibi = w->alibi;
+    p.sinks = w->sinks;
+    p.mask = w->mask;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    if (kv->meter->seq != seq) return;
+    CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
+    dropped = info.dropped;
+    CHECK_EQ(
+        tkv_read(kv, seq, layer, dropped, len - dropped, k_now + dropped * K_ROW, v_now + dropped * V_ROW),
+        TKV_OK);
+    for (head = 0; head < HEADS; head++) {
+        const tkvi_gauge *g = gauge_of(kv, layer, head / (HEADS / KV_HEADS));
+        if (g) look_at(g, kv, seq, layer);
+        for (i = 0; i < n; i++) {
+            int at = len - n + i;
+            if (g && (at + g->phase) % kv->meter->every == 0)
+                expect_row(f, kv, w, seq, layer, head, at, q_in + i * Q_ROW + head * DK,
+                           w->mask ? w->mask + i * len : NULL, out + i * OUT_ROW + head * DV);
+        }
+    }
+}
+
+/* tolerance: relative. */
+static void compare(const tkv_cache *kv, const figures *f, double tolerance, const char *what) {
+    tkv_quality_info info;
+    double n = f->samples > 0.0 ? f->samples : 1.0;
+    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_MSG((double)info.samples == f->samples && f->samples > 0.0, "%s: %.0f samples, expected %.0f", what,
+              (double)info.samples, f->samples);
+    CHECK_NEAR(info.coverage, f->keys > 0.0 ? f->kept / f->keys : 1.0, 1e-12);
+    CHECK_MSG(fabs(info.output_error - f->error / n) <= tolerance * f->error / n + 1e-7,
+              "%s: error %g, expected %g", what, info.output_error, f->error / n);
+    CHECK_MSG(fabs(info.kl - f->kl / n) <= tolerance * f->kl / n + 2e-6, "%s: KL %g, expected %g", what,
+              info.kl, f->kl / n);
+    CHECK_MSG(fabs(info.kl_max - f->kl_max) <= 2.0 * tolerance * f->kl_max + 2e-5,
+              "%s: largest KL %g, expected %g", what, info.kl_max, f->kl_max);
+    CHECK_MSG(fabs(info.top1 * n - f->agreed) <= f->close + 0.5, "%s: top-1 %g, expected %g", what, info.top1,
+              f->agreed / n);
+    CHECK(info.output_error >= 0.0 && info.kl >= 0.0 && info.kl <= info.kl_max && info.top1 <= 1.0);
+}
+
+/* Tokens one by one, in small chunks, in larger ones; queries of all of them, or of every 3rd step. */
+static figures run(tkv_cache *kv, const question *w, int tokens) {
+    static const int chunks[] = {1, 5, 1, 70, 1, 2, 33};
+    figures f;
+    int at = 0, step = 0, layer;
+    memset(&f, 0, sizeof f);
+    while (at < tokens) {
+        int n = chunks[step % COUNT(chunks)];
+        n = n < tokens - at ? n : tokens - at;
+        CHECK_EQ(feed(kv, 0, n), TKV_OK);
+        at += n;
+        for (layer = 0; layer < LAYERS && step % 3 != 1; layer++) ask_and_expect(kv, &f, w, 0, layer, n);
+        step++;
+    }
+    whole(kv, "run");
+    return f;
+}
+
+static const question plain = {0.0f, 0.0f, 0, 0, NULL, NULL, NULL};
+
+TEST(figures_are_right) {
+    static const tkv_pair formats[] = {
+        {TKV_Q8, TKV_Q8},   {TKV_KIVI4, TKV_KIVI4},   {TKV_KIVI2, TKV_KIVI2},  {TKV_A30, TKV_R30},
+        {TKV_A20, TKV_R15}, {TKV_INT4, TKV_FP8_E4M3}, {TKV_SQUAT2, TKV_KIVI4}, {TKV_BF16, TKV_BF16}};
+    static const tkv_format hot[] = {TKV_F32, TKV_F16, TKV_BF16};
+    int i;
+    NEEDS_METER;
+    for (i = 0; i < COUNT(formats); i += tkv_test_quick() ? 3 : 1) {
+        tkv_config cfg = config(formats[i].k, formats[i].v);
+        char what[64];
+        tkv_cache *kv;
+        figures f;
+        cfg.hot = pair_of(hot[i % 3], hot[i % 3]);
+        if (formats[i].k == TKV_BF16) cfg.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
+        kv = make(&cfg);
+        snprintf(what, sizeof what, "%s and %s", tkv_format_name(formats[i].k),
+                 tkv_format_name(formats[i].v));
+        f = run(kv, &plain, tkv_test_quick() ? 620 : 1000);
+        compare(kv, &f, 0.02, what);
+        CHECK_EQ(f.kept, f.keys);
+        CHECK(f.keys > 0.0);
+        tkv_destroy(kv);
+    }
+}
+
+TEST(figures_with_everything_that_changes_logits) {
+    static const float alibi[HEADS] = {0.01f, 0.03f, 0.0f, 0.002f, -0.001f, 0.1f};
+    static float sinks[HEADS] = {0.0f, 3.0f, -2.0f, 12.0f, 5.0f, 1.0f}, mask[CHUNK * MOST];
+    int which, i;
+    NEEDS_METER;
+    sinks[2] = tkvi_from_bits(0xff800000u); /* this head has none */
+    for (i = 0; i < CHUNK * MOST; i++) mask[i] = i % 7 == 3 ? -1e30f : (float)(i % 5) * 0.25f - 0.5f;
+    for (which = 0; which < 7; which += tkv_test_quick() ? 3 : 1) {
+        tkv_config cfg = config(TKV_KIVI4, TKV_KIVI3);
+        question w = plain;
+        tkv_cache *kv;
+        figures f;
+        char what[32];
+        if (which == 0) w.softcap = 5.0f;
+        if (which == 1) w.alibi = alibi;
+        if (which == 2) w.sinks = sinks;
+        if (which == 3) w.mask = mask;
+        if (which == 4) w.window = 150;
+        if (which == 5) w.non_causal = 1;
+        if (which == 6) {
+            w.scale = 0.3f;
+            w.softcap = 20.0f;
+            w.sinks = sinks;
+            w.alibi = alibi;
+            w.mask = mask;
+            w.window = 300;
+        }
+        kv = make(&cfg);
+        f = run(kv, &w, tkv_test_quick() ? 300 : 400);
+        snprintf(what, sizeof what, "change %d", which);
+        compare(kv, &f, 0.02, what);
+        CHECK(f.keys > 0.0);
+        tkv_destroy(kv);
+    }
+}
+
+TEST(figures_of_a_part) { /* more coded tokens than copies */
+    static const int tokens[] = {128, 192, 320, 600};
+    int i;
+    NEEDS_METER;
+    for (i = 0; i < COUNT(tokens); i += tkv_test_quick() ? 2 : 1) {
+        tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
+        tkv_cache *kv;
+        figures f;
+        cfg.quality_tokens = tokens[i];
+        kv = make(&cfg);
+        f = run(kv, &plain, tkv_test_quick() ? 600 : 1000);
+        compare(kv, &f, 0.03, "part");
+        CHECK(f.kept < f.keys && f.kept > 0.0);
+        tkv_destroy(kv);
+    }
+}
+
+/* Copies lie evenly, and there are as many as fit or more than half as many. */
+TEST(copies_lie_evenly) {
+    int slots, i, t;
+    NEEDS_METER;
+    for (slots = 2; slots < 12; slots += 3) {
+        tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
+        tkv_cache *kv;
+        cfg.quality_tokens = slots * 64;
+        kv = make(&cfg);
+        for (t = 0; t < 1000; t += 8) {
+            const tkvi_gauge *g = &kv->meter->gauge[0];
+            tkv_tier_info info;
+            int n_coded;
+            CHECK_EQ(feed(kv, 0, 8), TKV_OK);
+            CHECK_EQ(tkv_tier_counts(kv, 0, g->layer, &info), TKV_OK);
+            n_coded = info.blocks[TKV_WARM] + info.blocks[TKV_ARCHIVE];
+            CHECK_EQ(g->n, (n_coded + g->stride - 1) / g->stride);
+            CHECK(g->n <= slots && (n_coded < slots || 2 * g->n >= slots));
+            for (i = 0; i < g->n; i++) CHECK_EQ(g->start[i], 4 + 64 * g->stride * i);
+        }
+        whole(kv, "evenly");
+        tkv_destroy(kv);
+    }
+}
+
+/* Figures of a part over its coverage are near those of the whole. */
+TEST(coverage_scales_up) {
+    tkv_quality_info all, part;
+    tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
+    tkv_cache *a, *b;
+    int t, layer;
+    NEEDS_METER;
+    if (tkv_test_quick()) SKIP("long");
+    cfg.quality_every = 1;
+    a = make(&cfg);
+    cfg.quality_tokens = 256;
+    b = make(&cfg);
+    for (t = 0; t < 1000; t += 20) {
+        CHECK_EQ(feed(a, 0, 20), TKV_OK);
+        CHECK_EQ(feed(b, 0, 20), TKV_OK);
+        for (layer = 0; layer < LAYERS && t > 500; layer++) {
+            CHECK_EQ(ask(a, 0, layer, 20), TKV_OK);
+            CHECK_EQ(ask(b, 0, layer, 20), TKV_OK);
+        }
+    }
+    CHECK_EQ(tkv_quality(a, &all), TKV_OK);
+    CHECK_EQ(tkv_quality(b, &part), TKV_OK);
+    CHECK_EQ(all.samples, part.samples);
+    CHECK(all.coverage == 1.0 && part.coverage < 0.4 && part.coverage > 0.2);
+    CHECK_NEAR(part.output_error / part.coverage / all.output_error, 1.0, 0.3);
+    CHECK_NEAR(part.kl / part.coverage / all.kl, 1.0, 0.3);
+    CHECK(part.output_error < all.output_error && part.kl < all.kl && part.top1 > all.top1);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(exact_is_perfect) {
+    int which, t, layer, n = tkv_test_quick() ? 300 : 500;
+    NEEDS_METER;
+    for (which = 0; which < 4; which += tkv_test_quick() ? 3 : 1) {
+        tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
+        tkv_quality_info info;
+        tkv_cache *kv;
+        cfg.quality_every = 1;
+        if (which == 0) cfg.hot_tokens = TKV_ALL;
+        if (which == 1) cfg.warm = cfg.archive = pair_of(TKV_F16, TKV_F16); /* blocks stay as they are */
+        if (which > 1) cfg.warm = cfg.archive = pair_of(TKV_F32, TKV_F32);  /* coded, without loss */
+        if (which == 3) cfg.hot = pair_of(TKV_BF16, TKV_BF16);
+        kv = make(&cfg);
+        for (t = 0; t < n; t += 20) {
+            CHECK_EQ(feed(kv, 0, 20), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 20), TKV_OK);
+        }
+        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(info.samples, n * HEADS * LAYERS);
+        CHECK(info.coverage == 1.0);
+        CHECK_LE(info.output_error, which > 1 ? 1e-9 : 0.0);
+        CHECK_LE(info.kl, which > 1 ? 1e-6 : 0.0);
+        CHECK_LE(info.kl_max, which > 1 ? 1e-5 : 0.0);
+        CHECK(info.top1 > (which > 1 ? 0.999 : 0.9999999)); /* the vectors of F32 add in another order */
+        tkv_destroy(kv);
+    }
+}
+
+TEST(more_bits_less_error) {
+    static const tkv_pair formats[][5] = {
+        {{TKV_Q8, TKV_Q8},
+         {TKV_KIVI4, TKV_KIVI4},
+         {TKV_KIVI3, TKV_KIVI3},
+         {TKV_KIVI2, TKV_KIVI2},
+         {TKV_F32, TKV_F32}},
+        {{TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, {TKV_A20, TKV_R20}, {TKV_A15, TKV_R15}, {TKV_F32, TKV_F32}}};
+    int family, i, t, layer;
+    NEEDS_METER;
+    if (tkv_test_quick()) SKIP("long");
+    for (family = 0; family < 2; family++) {
+        tkv_quality_info last, info;
+        memset(&last, 0, sizeof last);
+        last.top1 = 1.0;
+        for (i = 0; formats[family][i].k != TKV_F32; i++) {
+            tkv_config cfg = config(formats[family][i].k, formats[family][i].v);
+            tkv_cache *kv = make(&cfg);
+            for (t = 0; t < 900; t += 10) {
+                CHECK_EQ(feed(kv, 0, 10), TKV_OK);
+                for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
+            }
+            CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+            CHECK(info.coverage == 1.0);
+            CHECK_LE(1.3 * last.output_error, info.output_error);
+            CHECK_LE(1.3 * last.kl, info.kl);
+            CHECK_LE(info.top1, last.top1);
+            last = info;
+            tkv_destroy(kv);
+        }
+        CHECK(last.kl > 0.01 && last.top1 < 0.99);
+    }
+}
+
+TEST(attention_keeps_its_bits) {
+    static float other[CHUNK * OUT_ROW];
+    static const tkv_pair formats[] = {{TKV_A30, TKV_R30}, {TKV_KIVI2, TKV_KIVI4}, {TKV_FP4, TKV_SUBSPACE4}};
+    static const int chunks[] = {1, 3, 1, 80, 1};
+    int i, at, step, layer;
+    NEEDS_METER;
+    for (i = 0; i < (tkv_test_quick() ? 1 : COUNT(formats)); i++) {
+        tkv_config cfg = config(formats[i].k, formats[i].v);
+        tkv_cache *on, *off;
+        tkv_quality_info info;
+        cfg.precise = i == 1;
+        cfg.quality_every = 1;
+        cfg.quality_tokens = 256;
+        on = make(&cfg);
+        cfg.quality_heads = 0;
+        off = make(&cfg);
+        for (at = step = 0; at < (tkv_test_quick() ? 600 : 900); at += chunks[step++ % COUNT(chunks)]) {
+            int n = chunks[step % COUNT(chunks)];
+            CHECK_EQ(feed(on, 0, n), TKV_OK);
+            CHECK_EQ(feed(off, 0, n), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) {
+                CHECK_EQ(ask(off, 0, layer, n), TKV_OK);
+                memcpy(other, out, sizeof out);
+                CHECK_EQ(ask(on, 0, layer, n), TKV_OK);
+                CHECK_MEM(out, other, (size_t)(n * OUT_ROW) * sizeof(float));
+            }
+        }
+        CHECK_EQ(tkv_quality(on, &info), TKV_OK);
+        CHECK(info.samples > 0 && info.kl > 0.0);
+        CHECK_EQ(tkv_quality(off, &info), TKV_OK); /* there is none */
+        CHECK(info.samples == 0 && info.heads == 0 && info.seq == TKV_NONE && info.kl == 0.0);
+        CHECK_EQ(tkv_quality_reset(off), TKV_OK);
+        tkv_destroy(on);
+        tkv_destroy(off);
+    }
+}
+
+/* >>what happens to sequences */
+static int copies(const tkv_cache *kv) {
+    int i, n = 0;
+    for (i = 0; i < kv->meter->n; i++) n += kv->meter->gauge[i].n;
+    return n;
+}
+
+static int watched(const tkv_cache *kv) {
+    tkv_quality_info info;
+    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    return info.seq;
+}
+
+static double samples(const tkv_cache *kv) {
+    tkv_quality_info info;
+    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    return (double)info.samples;
+}
+
+TEST(whom_it_watches) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_cache *kv;
+    int t;
+    NEEDS_METER;
+    cfg.quality_every = 1;
+    kv = make(&cfg);
+    CHECK_EQ(watched(kv), TKV_NONE);
+    for (t = 0; t < 200; t += 40) CHECK_EQ(feed(kv, 1, 40), TKV_OK);
+    CHECK_EQ(watched(kv), 1);
+    CHECK_EQ(copies(kv), 4 * 1);
+    for (t = 0; t < 280; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
+    CHECK_EQ(watched(kv), 1);
+    CHECK_EQ(copies(kv), 4 * 1);
+    CHECK_EQ(ask(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(samples(kv), 0);
+    CHECK_EQ(ask(kv, 1, 0, 1), TKV_OK);
+    CHECK_EQ(samples(kv), HEADS);
+    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_EQ(watched(kv), TKV_NONE);
+    CHECK_EQ(copies(kv), 0);
+    CHECK_EQ(samples(kv), HEADS); /* what was measured stays */
+    CHECK_EQ(feed(kv, 0, 40), TKV_OK);
+    CHECK_EQ(watched(kv), TKV_NONE); /* not one that has begun */
+    whole(kv, "watch nobody");
+    CHECK_EQ(feed(kv, 1, 1), TKV_OK);
+    CHECK_EQ(watched(kv), 1);
+    CHECK_EQ(tkv_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    CHECK_EQ(feed(kv, 0, 1), TKV_OK);
+    CHECK_EQ(watched(kv), 0);
+    CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+    CHECK_EQ(samples(kv), 0);
+    CHECK_EQ(watched(kv), 0);
+    tkv_destroy(kv);
+}
+
+/* Steps, aborts, cuts, flushes: the figures stay right through all of them. */
+TEST(figures_through_a_life) {
+    tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
+    tkv_cache *kv;
+    figures f;
+    int round, layer, t, had;
+    NEEDS_METER;
+    cfg.warm.v = TKV_KIVI4;
+    cfg.quality_every = 3;
+    kv = make(&cfg);
+    for (round = 0; round < 2; round++) {
+        memset(&f, 0, sizeof f);
+        for (t = 0; t < 300; t += 60) CHECK_EQ(feed(kv, 0, 60), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        had = copies(kv);
+        CHECK(had > 0);
+        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(feed(kv, 0, 70), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 70);
+        CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+        whole(kv, "abort");
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        CHECK_EQ(tkv_truncate(kv, 0, 250), TKV_OK);
+        whole(kv, "truncate");
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        for (t = 0; t < 100; t += 25) {
+            CHECK_EQ(feed(kv, 0, 25), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 25);
+        }
+        CHECK(copies(kv) > had);
+        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+        whole(kv, "flush");
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        CHECK_EQ(f.kept, f.keys);
+        for (t = 0; t < 5; t++) { /* short blocks: two of them may begin in one stretch of 64 */
+            CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            whole(kv, "flush all");
+            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
+            CHECK_EQ(feed(kv, 0, 10 + 17 * t), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
+        }
+        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        CHECK_EQ(feed(kv, 0, 60), TKV_OK);
+        CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 60);
+        compare(kv, &f, 0.03, "life");
+        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        whole(kv, "reset");
+        compare(kv, &f, 0.03, "after the end");
+        CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+    }
+    tkv_destroy(kv);
+}
+
+TEST(figures_in_windows) { /* blocks leave, sinks too; their copies make room */
+    tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
+    tkv_cache *kv;
+    figures f;
+    int i;
+    NEEDS_METER;
+    cfg.window = 220;
+    cfg.quality_tokens = 512;
+    kv = make(&cfg);
+    f = run(kv, &plain, tkv_test_quick() ? 700 : 1000);
+    compare(kv, &f, 0.03, "window");
+    CHECK(f.kept == f.keys);
+    for (i = 0; i < kv->meter->n; i++) CHECK(kv->meter->gauge[i].stride == 1);
+    tkv_destroy(kv);
+}
+
+TEST(layers_of_all_kinds) {
+    tkv_layer_config layers[6];
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_quality_info info, one;
+    tkv_cache *kv;
+    uint64_t sum = 0;
+    int i, t;
+    NEEDS_METER;
+    memset(layers, 0, sizeof layers);
+    layers[0].no_cache = 1;
+    layers[2].share_kv = 2; /* layer 1 */
+    layers[3].hot.k = TKV_F32;
+    layers[4].archive.k = layers[4].warm.k = TKV_KIVI2;
+    layers[5].hot_tokens = TKV_ALL;
+    cfg.layers = layers;
+    cfg.n_layers = 6;
+    cfg.quality_heads = 64;
+    cfg.quality_every = 1;
+    kv = make(&cfg);
+    CHECK_EQ(kv->meter->n, 4 * KV_HEADS);
+    for (t = 0; t < 400; t += 50) {
+        float k[50 * K_ROW], v[50 * V_ROW];
+        for (i = 1; i < 6; i++) {
+            tkv_rng r = rng_of(5, 0, i, t);
+            tkv_rng_fill(&r, k, 50 * K_ROW, 1.0);
+            tkv_rng_fill(&r, v, 50 * V_ROW, 1.0);
+            if (i != 2) CHECK_EQ(tkv_append(kv, 0, i, k, v, 50), TKV_OK);
+        }
+        for (i = 1; i < 6; i++) CHECK_EQ(ask(kv, 0, i, 50), TKV_OK);
+    }
+    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(info.samples, 5 * 400 * HEADS);
+    for (i = 1; i < 6; i++) {
+        CHECK_EQ(tkv_quality_of(kv, i, &one), TKV_OK);
+        CHECK_EQ(one.heads, KV_HEADS);
+        CHECK_EQ(one.samples, (i < 3 ? 2 : 1) * 400 * HEADS);
+        if (i != 2) sum += one.samples;
+        if (i == 5) CHECK(one.kl == 0.0 && one.output_error == 0.0 && one.top1 == 1.0);
+        else CHECK(one.kl > 0.0 && one.output_error > 0.0 && one.kl_max <= info.kl_max);
+        if (i == 4) CHECK(one.kl > info.kl);
+    }
+    CHECK_EQ(sum, info.samples);
+    CHECK_EQ(tkv_quality_of(kv, 0, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality_of(kv, 6, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality_of(kv, -1, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality_of(kv, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality_of(NULL, 1, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality(NULL, &one), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality(kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_quality_reset(NULL), TKV_ERR_ARG);
+    whole(kv, "layers");
+    tkv_destroy(kv);
+}
+
+/* Gauges are different heads, spread over the layers; the meter takes less than a hundredth of the time. */
+TEST(places) {
+    int layers, kv_heads, n, i, j;
+    NEEDS_METER;
+    for (layers = 1; layers < 40; layers += 6)
+        for (kv_heads = 1; kv_heads < 9; kv_heads += 3)
+            for (n = 1; n <= TKV_QUALITY_HEADS; n += 1 + n / 2) {
+                tkv_config cfg = tkv_config_default();
+                tkv_cache *kv;
+                const tkvi_meter *m;
+                int per_layer[40] = {0}, low = 1000, high = 0, same = 0;
+                cfg.n_layers = layers;
+                cfg.n_heads = cfg.n_kv_heads = kv_heads;
+                cfg.head_dim = 16;
+                cfg.quality_heads = n;
+                cfg.quality_tokens = 128;
+                kv = make(&cfg);
+                m = kv->meter;
+                CHECK_EQ(m->n, n < layers * kv_heads ? n : layers * kv_heads);
+                for (i = 0; i < m->n; i++) {
+                    const tkvi_gauge *g = &m->gauge[i];
+                    CHECK(g->layer >= 0 && g->layer < layers && g->head >= 0 && g->head < kv_heads);
+                    CHECK(g->phase >= 0 && g->phase < m->every);
+                    CHECK(tkvi_gauge_of(m, g->layer, g->head) == g);
+                    for (j = 0; j < i; j++)
+                        same += m->gauge[j].layer == g->layer && m->gauge[j].head == g->head;
+                    per_layer[g->layer]++;
+                }
+                CHECK_EQ(same, 0);
+                for (i = 0; i < layers; i++) low = per_layer[i] < low ? per_layer[i] : low;
+                for (i = 0; i < layers; i++) high = per_layer[i] > high ? per_layer[i] : high;
+                CHECK(high - low <= 1);
+                CHECK(m->every >= 32 && 800.0 * m->n <= (double)m->every * layers * kv_heads);
+                tkv_destroy(kv);
+            }
+}
+
+TEST(batches) {
+    static const tkv_rows rows[3] = {{1, 3}, {0, 5}, {1, 1}};
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
+    tkv_rng r = tkv_rng_seed(5);
+    tkv_attend_params p;
+    tkv_cache *kv;
+    tkv_quality_info info, again;
+    int t, i;
+    NEEDS_METER;
+    memset(&info, 0, sizeof info);
+    memset(&again, 0, sizeof again);
+    cfg.quality_every = 1;
+    cfg.max_seqs = 3;
+    kv = make(&cfg);
+    for (t = 0; t < 300; t += 50) CHECK_EQ(feed(kv, 1, 50), TKV_OK); /* this one begins */
+    for (t = 0; t < 250; t += 50) CHECK_EQ(feed(kv, 0, 50), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = 1;
+    p.batch = rows;
+    p.n_batch = 3;
+    p.q = q_in;
+    p.out = out;
+    tkv_rng_fill(&r, q_in, 9 * Q_ROW, 1.0);
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+    CHECK_EQ(info.samples, 4 * HEADS);
+    CHECK_EQ(tkv_quality_reset(kv), TKV_OK);
+    p.batch = NULL;
+    p.seq = 1;
+    for (i = 0; i < 2; i++) { /* one at a time */
+        p.n = i ? 1 : 3;
+        p.q = q_in + (i ? 8 * Q_ROW : 0);
+        CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    }
+    CHECK_EQ(tkv_quality(kv, &again), TKV_OK);
+    CHECK(memcmp(&info, &again, sizeof info) == 0);
+    tkv_destroy(kv);
+}
+
+TEST(configs_that_are_refused) {
+    static const int heads[] = {-1, TKV_QUALITY_HEADS + 1, 0x7fffffff}, tokens[] = {-1, 1, 127, 0x7fffffff},
+                     every[] = {-1, 0x40000000};
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_cache *kv = NULL;
+    char reason[160];
+    int i;
+    for (i = 0; i < COUNT(heads); i++) {
+        cfg = config(TKV_KIVI4, TKV_KIVI4);
+        cfg.quality_heads = heads[i];
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK(strstr(reason, "quality_heads is ") == reason);
+        CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_CONFIG);
+    }
+    for (i = 0; i < COUNT(tokens); i++) {
+        cfg = config(TKV_KIVI4, TKV_KIVI4);
+        cfg.quality_tokens = tokens[i];
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK(strstr(reason, "quality_tokens is ") == reason);
+    }
+    for (i = 0; i < COUNT(every); i++) {
+        cfg = config(TKV_KIVI4, TKV_KIVI4);
+        cfg.quality_every = every[i];
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK(strstr(reason, "quality_every is ") == reason);
+    }
+    CHECK(kv == NULL);
+    cfg = config(TKV_KIVI4, TKV_KIVI4);
+    cfg.quality_tokens = 0x3fffffff; /* more than there is, on any machine of ours */
+    cfg.allocator.alloc = NULL;
+    if (sizeof(size_t) == 4) CHECK(tkv_create(&cfg, &kv) != TKV_OK);
+}
+
+/* tkv_check sees what cannot be. */
+TEST(damage_is_found) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_cache *kv;
+    tkvi_gauge *g;
+    int t, i;
+    NEEDS_METER;
+    kv = make(&cfg);
+    for (t = 0; t < 400; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
+    g = &kv->meter->gauge[1];
+    REQUIRE(g->n >= 3);
+    for (i = 0; i < 7; i++) {
+        tkvi_gauge was = *g;
+        int start = g->start[1], slot = g->slot[2], seq = kv->meter->seq;
+        whole(kv, "before");
+        if (i == 0) g->n = kv->meter->slots + 1;
+        if (i == 1) g->start[1] = g->start[0];
+        if (i == 2) g->start[1]++;
+        if (i == 3) g->slot[2] = g->slot[1];
+        if (i == 4) g->slot[2] = kv->meter->slots;
+        if (i == 5) kv->meter->seq = SEQS;
+        if (i == 6) kv->meter->seq = -1;
+        CHECK_EQ(tkv_check(kv, NULL, 0), TKV_ERR_BROKEN);
+        *g = was;
+        g->start[1] = start;
+        g->slot[2] = slot;
+        kv->meter->seq = seq;
+    }
+    whole(kv, "after");
+    tkv_destroy(kv);
+}
+
+/* >>memory */
+typedef struct ledger {
+    size_t held;
+    long count, fail_at; /* the allocation that fails, from 1; 0: none */
+    int fill;
+} ledger;
+
+static void *ledger_alloc(void *user, size_t size, size_t align) {
+    ledger *l = (ledger *)user;
+    char *raw, *p;
+    if (++l->count == l->fail_at) return NULL;
+    raw = (char *)malloc(size + align + sizeof(void *));
+    if (!raw) exit(2);
+    p = raw + sizeof(void *);
+    p += (align - (size_t)((uintptr_t)p % align)) % align;
+    memcpy(p - sizeof(void *), &raw, sizeof(void *));
+    memset(p, l->fill, size);
+    l->held += size;
+    return p;
+}
+
+static void ledger_release(void *user, void *ptr, size_t size, size_t align) {
+    ledger *l = (ledger *)user;
+    char *raw;
+    (void)align;
+    memcpy(&raw, (char *)ptr - sizeof(void *), sizeof(void *));
+    l->held -= size;
+    free(raw);
+}
+
+static tkv_allocator allocator_of(ledger *l) {
+    tkv_allocator a;
+    a.user = l;
+    a.alloc = ledger_alloc;
+    a.release = ledger_release;
+    return a;
+}
+
+static size_t sum_of(const tkv_memory_info *m) {
+    size_t sum = m->tables + m->index + m->scratch + m->shadow + m->slack;
+    int tier;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m->tier[tier].codes + m->tier[tier].metadata;
+    return sum;
+}
+
+TEST(every_byte_is_counted) {
+    int tokens, heads;
+    for (heads = 0; heads <= 4; heads += 2)
+        for (tokens = 0; tokens <= 500; tokens += 250) {
+            tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
+            tkv_memory_info m, e, off;
+            tkv_cache *kv;
+            ledger l;
+            int t, slots;
+            memset(&l, 0, sizeof l);
+            cfg.allocator = allocator_of(&l);
+            cfg.quality_heads = heads;
+            cfg.quality_tokens = tokens;
+            kv = make(&cfg);
+            for (t = 0; t < 600; t++) {
+                if (t % 50 == 0) {
+                    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+                    CHECK_EQ(m.total, l.held);
+                    CHECK_EQ(sum_of(&m), m.total);
+                }
+                CHECK_EQ(feed(kv, 0, 1), TKV_OK);
+            }
+            CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+            CHECK_EQ(m.total, l.held);
+            CHECK_EQ(tkv_estimate(&cfg, 600, 1, &e), TKV_OK);
+            CHECK_EQ(e.shadow, m.shadow);
+            CHECK_EQ(e.tables, m.tables);
+            CHECK_EQ(e.scratch, m.scratch);
+            CHECK_EQ(sum_of(&e), e.total);
+            CHECK_EQ(e.total - e.index, m.total - m.index);
+            slots = ((tokens ? tokens : 2048) + 63) / 64;
+#if defined(__GNUC__) || defined(__clang__)
+            CHECK_EQ(m.shadow, (size_t)(heads * slots * 64 * (DK + DV) * 2));
+#endif
+            cfg.quality_heads = 0;
+            CHECK_EQ(tkv_estimate(&cfg, 600, 1, &off), TKV_OK);
+            CHECK_EQ(off.shadow, 0);
+            CHECK(heads ? off.total < e.total || !m.shadow : off.total == e.total);
+            whole(kv, "memory");
+            tkv_destroy(kv);
+            CHECK_EQ(l.held, 0);
+        }
+}
+
+TEST(no_more_copies_than_tokens) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_memory_info m;
+    NEEDS_METER;
+    cfg.max_tokens = 300;
+    CHECK_EQ(tkv_estimate(&cfg, 0, 1, &m), TKV_OK);
+    CHECK_EQ(m.shadow, (size_t)(4 * 5 * 64 * (DK + DV) * 2));
+}
+
+/* In place, in memory full of rubbish: the same figures, to the last bit. */
+TEST(in_place) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_R20);
+    tkv_quality_info a, b;
+    tkv_cache *kv, *here = NULL;
+    size_t bytes = 0, off = 0;
+    char *memory;
+    int t, layer;
+    cfg.max_tokens = 800;
+    cfg.quality_every = 2;
+    cfg.quality_tokens = 300;
+    kv = make(&cfg);
+    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
+    memory = (char *)malloc(bytes);
+    if (!memory) exit(2);
+    memset(memory, 0xab, bytes);
+    CHECK_EQ(tkv_init_in_place(&cfg, memory, bytes - 1, &here), TKV_ERR_CAPACITY);
+    REQUIRE(tkv_init_in_place(&cfg, memory, bytes, &here) == TKV_OK);
+    for (t = 0; t < (tkv_test_quick() ? 600 : 800); t += 10) {
+        CHECK_EQ(feed(kv, 0, 10), TKV_OK);
+        CHECK_EQ(feed(here, 0, 10), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) {
+            CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
+            CHECK_EQ(ask(here, 0, layer, 10), TKV_OK);
+        }
+    }
+    CHECK_EQ(tkv_quality(kv, &a), TKV_OK);
+    CHECK_EQ(tkv_quality(here, &b), TKV_OK);
+    CHECK(memcmp(&a, &b, sizeof a) == 0);
+#if defined(__GNUC__) || defined(__clang__)
+    CHECK(a.samples > 0 && a.kl > 0.0);
+#endif
+    whole(here, "in place");
+    cfg.quality_heads = 0;
+    CHECK_EQ(tkv_required_bytes(&cfg, &off), TKV_OK);
+    CHECK(off <= bytes);
+    tkv_destroy(here);
+    tkv_destroy(kv);
+    free(memory);
+}
+
+/* The n-th allocation fails, for all n: that call says so, the meter has seen nothing of it, all goes on. */
+TEST(each_allocation_fails) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
+    tkv_quality_info want, info;
+    long n, total = 1;
+    int t, layer;
+    memset(&want, 0, sizeof want);
+    for (n = 0; n <= total; n += tkv_test_quick() ? 5 : 1) {
+        ledger l;
+        tkv_cache *kv = NULL;
+        memset(&l, 0, sizeof l);
+        l.fail_at = n;
+        l.fill = 0x7f;
+        cfg.allocator = allocator_of(&l);
+        cfg.quality_tokens = 256;
+        cfg.quality_every = 5;
+        if (tkv_create(&cfg, &kv) != TKV_OK) {
+            CHECK(kv == NULL && l.held == 0 && n == 1);
+            CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+        }
+        for (t = 0; t < 400; t += 20) {
+            int seq = t / 200;
+            for (layer = 0; layer < LAYERS; layer++) {
+                static float k[20 * K_ROW], v[20 * V_ROW];
+                tkv_rng r = rng_of(3, seq, layer, t);
+                tkv_status st;
+                int had = kv->meter ? copies(kv) : 0, who = watched(kv);
+                tkv_rng_fill(&r, k, COUNT(k), 1.0);
+                tkv_rng_fill(&r, v, COUNT(v), 1.0);
+                st = tkv_append(kv, seq, layer, k, v, 20);
+                if (st) {
+                    CHECK_EQ(st, TKV_ERR_NOMEM);
+                    CHECK(!kv->meter || copies(kv) == had);
+                    CHECK_EQ(watched(kv), who);
+                    whole(kv, "failed");
+                    CHECK_EQ(tkv_append(kv, seq, layer, k, v, 20), TKV_OK);
+                }
+                CHECK_EQ(ask(kv, seq, layer, 20), TKV_OK);
+            }
+        }
+        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        if (n == 0) {
+            want = info;
+            total = l.count;
+        }
+        CHECK(memcmp(&want, &info, sizeof info) == 0);
+        tkv_destroy(kv);
+        CHECK_EQ(l.held, 0);
+    }
+    CHECK(total > 5);
+}
+
+/* Scores that leave the range of a float, keys of equal score, outputs of zero: numbers come out, none too
+ * large. */
+TEST(extremes) {
+    int which, t, i, layer, n = tkv_test_quick() ? 600 : 800;
+    NEEDS_METER;
+    for (which = 0; which < 4; which += tkv_test_quick() ? 2 : 1) {
+        static float k[10 * K_ROW], v[10 * V_ROW];
+        tkv_config cfg = config(which % 2 ? TKV_KIVI2 : TKV_A15, which % 2 ? TKV_KIVI2 : TKV_R10);
+        tkv_quality_info info;
+        tkv_cache *kv;
+        tkv_rng r = tkv_rng_seed((uint64_t)which);
+        cfg.quality_every = 1;
+        cfg.nonfinite = TKV_NONFINITE_SATURATE;
+        kv = make(&cfg);
+        for (t = 0; t < n; t += 10) {
+            tkv_rng_fill(&r, k, COUNT(k), which == 0 ? 20000.0 : 1.0);
+            tkv_rng_fill(&r, v, COUNT(v), which == 1 ? 1e30 : 1.0);
+            for (i = 0; i < COUNT(k) && which == 2; i++) k[i] = 1.5f;
+            for (i = 0; i < COUNT(v) && which == 3; i++) v[i] = 0.0f;
+            for (layer = 0; layer < LAYERS; layer++) {
+                CHECK_EQ(tkv_append(kv, 0, layer, k, v, 10), TKV_OK);
+                CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
+            }
+        }
+        CHECK_EQ(tkv_quality(kv, &info), TKV_OK);
+        CHECK_EQ(info.samples, n * HEADS * LAYERS);
+        CHECK(tkv_test_is_finite(info.kl) && info.kl >= 0.0 && info.kl_max <= 16.0);
+        CHECK(tkv_test_is_finite(info.output_error) && info.output_error >= 0.0 && info.output_error <= 16.0);
+        if (which == 2) CHECK_LE(info.kl, 1e-4); /* all keys are one key */
+        if (which == 3) CHECK(info.output_error == 0.0);
+        whole(kv, "extremes");
+        tkv_destroy(kv);
+    }
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(figures_are_right);
+    RUN(figures_with_everything_that_changes_logits);
+    RUN(figures_of_a_part);
+    RUN(copies_lie_evenly);
+    RUN(coverage_scales_up);
+    RUN(exact_is_perfect);
+    RUN(more_bits_less_error);
+    RUN(attention_keeps_its_bits);
+    RUN(whom_it_watches);
+    RUN(figures_through_a_life);
+    RUN(figures_in_windows);
+    RUN(layers_of_all_kinds);
+    RUN(places);
+    RUN(batches);
+    RUN(configs_that_are_refused);
+    RUN(damage_is_found);
+    RUN(every_byte_is_counted);
+    RUN(no_more_copies_than_tokens);
+    RUN(in_place);
+    RUN(each_allocation_fails);
+    RUN(extremes);
+    return tkv_test_end();
+}

@@ -1,0 +1,457 @@
+/*
+ * test_quality.c - what bench/quality is made of: the rivals' codecs on known values and their attention, plans
+ * in words, tables from a text.
+ *
+ * cc -O2 tests/test_quality.c tests/compile/impl.c -o test_quality -lm && ./test_quality [filter | --list]
+ */
+#include "../tieredkv.h"
+
+#include "../bench/rivals.h"
+
+#include "../bench/calibrate.h"
+#include "../examples/plan.h"
+#include "tkv_test.h"
+
+/* >>codecs */
+static void fill_known(float *x) { /* two blocks of 32 */
+    int i;
+    for (i = 0; i < 64; i++) {
+        const uint32_t u = (uint32_t)i * 2654435761u;
+        x[i] = (float)((int)((u >> 18) % 4001) - 2000) / 512.0f * (i < 32 ? 1.0f : 0.001f);
+    }
+}
+
+typedef struct known { /* what the gguf package for Python makes of those values: scale * code + zero */
+    void (*row)(float *x, int n);
+    float scale[2], zero[2];
+    signed char code[64];
+} known;
+
+static const known knowns[] = {
+    {rival_q8_0,
+     {504.0f / 16384, 503.0f / 16777216},
+     {0, 0},
+     {-127, 8,    119,  -1,   110,  -33,  102, -42,  93,  -50, 61,  -59, 52,  -91, 44,  -100,
+      35,   -108, 3,    -117, -6,   -125, -14, 96,   -23, 88,  -55, 80,  -64, 71,  -72, 38,
+      -83,  31,   -116, 22,   -125, 13,   127, -20,  118, -29, 110, -37, 76,  -46, 67,  -80,
+      59,   -88,  50,   -97,  17,   -106, 8,   -114, -1,  113, -9,  104, -43, 96,  -51, 87}},
+    {rival_q5_0,
+     {500.0f / 2048, -1997.0f / 8388608},
+     {0, 0},
+     {-16, 1,  15, 0,  14, -4, 13, -5, 12, -6, 8,  -7, 7,  -11, 6,  -13, 4,   -14, 0,   -15, -1,  -16,
+      -2,  12, -3, 11, -7, 10, -8, 9,  -9, 5,  10, -4, 15, -3,  15, -2,  -16, 3,   -15, 4,   -14, 5,
+      -10, 6,  -9, 10, -7, 11, -6, 12, -2, 13, -1, 14, 0,  -14, 1,  -13, 5,   -12, 6,   -11}},
+    {rival_q4_1,
+     {1031.0f / 2048, 33.0f / 65536},
+     {-500.0f / 128, -491.0f / 131072},
+     {0,  8,  15, 8,  14, 6,  14, 5,  13, 5,  11, 4, 11, 2,  10, 2,  10, 1,  8,  1, 7,  0,
+      7,  14, 6,  13, 4,  13, 4,  12, 3,  10, 3,  9, 1,  9,  0,  8,  15, 6,  14, 6, 14, 5,
+      12, 5,  11, 3,  11, 2,  10, 2,  8,  1,  8,  1, 7,  14, 7,  14, 5,  13, 4,  13}},
+    {rival_q4_0,
+     {500.0f / 1024, -1997.0f / 4194304},
+     {0, 0},
+     {-8, 0, 7,  0, 7,  -2, 6,  -3, 6,  -3, 4,  -4, 3, -6, 3, -6, 2,  -7, 0,  -7, 0,  -8,
+      -1, 6, -1, 6, -3, 5,  -4, 4,  -5, 2,  5,  -2, 7, -1, 7, -1, -8, 1,  -7, 2,  -7, 2,
+      -5, 3, -4, 5, -4, 6,  -3, 6,  -1, 7,  -1, 7,  0, -7, 1, -7, 3,  -6, 3,  -5}},
+};
+
+TEST(ggml_blocks) {
+    float x[64];
+    size_t k;
+    int i;
+    for (k = 0; k < sizeof knowns / sizeof *knowns; k++) {
+        const known *w = &knowns[k];
+        fill_known(x);
+        w->row(x, 64);
+        for (i = 0; i < 64; i++)
+            CHECK_NEAR(x[i], w->scale[i / 32] * (float)w->code[i] + w->zero[i / 32], 1e-7);
+    }
+    memset(x, 0, sizeof x);
+    for (k = 0; k < sizeof knowns / sizeof *knowns; k++) knowns[k].row(x, 64);
+    for (i = 0; i < 64; i++) CHECK(x[i] >= 0 && x[i] <= 0);
+}
+
+TEST(min_max) {
+    float x[6] = {-1, 9, 0.4f, 9, 2, 9}, same[3] = {0.3f, 0.3f, 0.3f};
+    rival_min_max(x, 2, 3, 2); /* levels -1, 0, 1, 2 */
+    CHECK_NEAR(x[0], -1, 0);
+    CHECK_NEAR(x[2], 0, 0);
+    CHECK_NEAR(x[4], 2, 0);
+    CHECK_NEAR(x[1], 9, 0); /* between the strides */
+    rival_min_max(same, 1, 3, 2);
+    CHECK_NEAR(same[1], 0.3, 2e-4); /* an fp16 */
+    CHECK_NEAR(rival_half(1.0f + 1.0f / 2048), 1, 0);
+    CHECK_NEAR(rival_half(-3e-8f), -1.0 / 33554432 * 2, 0);
+    CHECK_NEAR(rival_half(1e6f), 65504, 0);
+}
+
+TEST(hadamard) {
+    tkv_rng rng = tkv_rng_seed(1);
+    float x[64], y[64];
+    double a = 0, b = 0;
+    int i;
+    tkv_rng_fill(&rng, x, 64, 1);
+    memcpy(y, x, sizeof y);
+    rival_hadamard(y, 64);
+    for (i = 0; i < 64; i++) a += (double)(x[i] * x[i]), b += (double)(y[i] * y[i]);
+    CHECK_NEAR(b, a, 1e-3);
+    rival_hadamard(y, 64);
+    for (i = 0; i < 64; i++) CHECK_NEAR(y[i], x[i], 1e-5);
+}
+
+TEST(exponential) {
+    int i;
+    for (i = 0; i < 800; i++) CHECK_NEAR(rival_exp(-0.1f * (float)i) / expf(-0.1f * (float)i), 1, 1e-5);
+}
+
+/* >>attention */
+static llama_model shape(int n_heads, int n_kv_heads, int dim, int v_dim) {
+    llama_model m;
+    memset(&m, 0, sizeof m);
+    m.n_layers = 1;
+    m.n_heads = n_heads, m.n_kv_heads = n_kv_heads;
+    m.head_dim = m.rope_dim = dim, m.v_head_dim = v_dim;
+    m.rope_theta = 10000.0f;
+    return m;
+}
+
+static void keep(float *x, int n) {
+    (void)x;
+    (void)n;
+}
+
+/* A rival that changes nothing against the library's exact cache. */
+static void check_exact(int n_heads, int n_kv_heads, int dim, int v_dim) {
+    const rival_kind kind = {"exact", RIVAL_APPEND, 0, keep, 32, 0};
+    const llama_model m = shape(n_heads, n_kv_heads, dim, v_dim);
+    const int total = 700, chunk = RIVAL_CHUNK;
+    float *q = (float *)malloc((size_t)(chunk * n_heads * (dim + 2 * v_dim)) * sizeof *q);
+    float *k = (float *)malloc((size_t)(chunk * n_kv_heads * (dim + v_dim)) * sizeof *k);
+    float *v = k + chunk * n_kv_heads * dim, *a = q + chunk * n_heads * dim, *b = a + chunk * n_heads * v_dim;
+    rival *r = rival_create(&kind, &m, total, 0);
+    tkv_rng rng = tkv_rng_seed(2);
+    tkv_config cfg = tkv_config_default();
+    tkv_cache *kv = NULL;
+    int pos, n, i;
+    llama_kv_config(&m, &cfg);
+    cfg.hot.k = cfg.hot.v = TKV_F32;
+    cfg.hot_tokens = TKV_ALL;
+    cfg.isa = tkv_test_isa();
+    REQUIRE(tkv_create(&cfg, &kv) == TKV_OK && r);
+    for (pos = 0; pos < total; pos += n) {
+        n = total - pos < chunk ? total - pos : chunk;
+        tkv_rng_fill(&rng, q, (size_t)(chunk * n_heads * dim), 2);
+        tkv_rng_fill(&rng, k, (size_t)(chunk * n_kv_heads * (dim + v_dim)), 1);
+        CHECK_EQ(rival_attention(r, 0, q, k, v, n, a), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, k, v, n), TKV_OK);
+        CHECK_EQ(tkv_attend(kv, 0, 0, q, n, b), TKV_OK);
+        for (i = 0; i < n * n_heads * v_dim; i++) CHECK_NEAR(a[i], b[i], 2e-5);
+    }
+    CHECK_EQ(rival_attention(r, 0, q, k, v, 1, a), TKV_ERR_CAPACITY);
+    rival_destroy(r);
+    tkv_destroy(kv);
+    free(q);
+    free(k);
+}
+
+TEST(attention_is_exact) {
+    check_exact(6, 2, 64, 64);
+    check_exact(3, 3, 10, 6); /* odd sizes */
+}
+
+/* StreamingLLM by its definition: keys without RoPE, turned by their place in the cache. */
+TEST(streaming) {
+    enum { N = 90, BUDGET = 40, SINKS = 4, DIM = 8 };
+    const rival_kind *kind = rival_find("streaming");
+    const llama_model m = shape(1, 1, DIM, DIM);
+    static float q[N][DIM], k[N][DIM], v[N][DIM], rows[3][N][DIM], out[N][DIM];
+    rival *r = rival_create(kind, &m, N, BUDGET);
+    tkv_rng rng = tkv_rng_seed(3);
+    int i, j, c, n;
+    tkv_rng_fill(&rng, &q[0][0], N * DIM, 2);
+    tkv_rng_fill(&rng, &k[0][0], N * DIM, 1);
+    tkv_rng_fill(&rng, &v[0][0], N * DIM, 1);
+    REQUIRE(r != NULL);
+    for (i = 0; i < N; i += n) {
+        float turn[DIM];
+        n = rival_chunk(kind, i, N - i);
+        for (j = i; j < i + n; j++) {
+            for (c = 0; c < DIM / 2; c++) {
+                const double f = pow(10000.0, -2.0 * c / (double)DIM);
+                turn[2 * c] = (float)cos(f * j), turn[2 * c + 1] = (float)sin(f * j);
+            }
+            memcpy(rows[0][j], q[j], sizeof q[j]);
+            memcpy(rows[1][j], k[j], sizeof k[j]);
+            llama_rope(&m, rows[0][j], 1, 1, turn);
+            llama_rope(&m, rows[1][j], 1, 1, turn);
+        }
+        CHECK_EQ(rival_attention(r, 0, rows[0][i], rows[1][i], v[i], n, out[i]), TKV_OK);
+    }
+    CHECK_NEAR(rival_bytes(kind, &m, N, BUDGET), BUDGET * 2 * DIM * 2, 0);
+    for (i = 0; i < N; i++) {
+        double p[N], sum = 0, o[DIM];
+        int held = 0;
+        memset(o, 0, sizeof o);
+        for (j = 0; j <= i; j++) {
+            const int gone = i + 1 > BUDGET ? i + 1 - BUDGET : 0, away = i - gone - held;
+            p[j] = 0;
+            if (j >= SINKS && j < SINKS + gone) continue;
+            for (c = 0; c < DIM / 2; c++) { /* the angle between them is what RoPE leaves */
+                const double f = pow(10000.0, -2.0 * c / (double)DIM) * away;
+                const double a = (double)q[i][2 * c], b = (double)q[i][2 * c + 1];
+                const double x = (double)k[j][2 * c], y = (double)k[j][2 * c + 1];
+                p[j] += (a * x + b * y) * cos(f) + (a * y - b * x) * sin(f);
+            }
+            p[j] = exp(p[j] / sqrt((double)DIM));
+            sum += p[j];
+            held++;
+            for (c = 0; c < DIM; c++) o[c] += p[j] * (double)v[j][c];
+        }
+        for (c = 0; c < DIM; c++) CHECK_NEAR(out[i][c], o[c] / sum, 1e-4);
+    }
+    rival_destroy(r);
+}
+
+/* >>what is coded when, and what it takes */
+static int levels_of(const float *p, size_t stride, int n) { /* different values */
+    int count = 0, i, j;
+    for (i = 0; i < n; i++) {
+        for (j = 0; j < i; j++)
+            if (memcmp(p + (size_t)i * stride, p + (size_t)j * stride, sizeof *p) == 0) break;
+        count += j == i;
+    }
+    return count;
+}
+
+/* Gives Gaussian tokens, one at a time, and leaves the rival for a look. */
+static rival *fed(const char *name, const llama_model *m, int n) {
+    rival *r = rival_create(rival_find(name), m, n, 0);
+    tkv_rng rng = tkv_rng_seed(4);
+    float x[64], q[64], out[64];
+    int i, c;
+    for (i = 0; i < n && r; i++) {
+        tkv_rng_fill(&rng, x, 64, 1);
+        for (c = 0; c < 64; c += 5) x[c] *= 8; /* 13 channels are large */
+        tkv_rng_fill(&rng, q, 64, 1);
+        CHECK_EQ(rival_attention(r, 0, q, x, x, 1, out), TKV_OK);
+    }
+    return r;
+}
+
+TEST(pages) {
+    const llama_model m = shape(1, 1, 64, 64);
+    rival *r = fed("hf-int2", &m, 300);
+    rival_side k;
+    REQUIRE(r != NULL);
+    k = rival_side_of(r, TKV_K, 0, 0);
+    CHECK_LE(levels_of(k.p + 255, k.channel, 64), 4); /* a token's channels; two pages of 128 are full */
+    CHECK_LE(60, levels_of(k.p + 256, k.channel, 64));
+    CHECK_NEAR(rival_bits(r->kind, &m), 2.5, 1e-9);
+    CHECK_NEAR(rival_bytes(r->kind, &m, 300, 0), 256 * 2 * (16 + 4) + 44 * 256, 0);
+    CHECK_NEAR(rival_bits(rival_find("hf-int4"), &m), 4.5, 1e-9);
+    rival_destroy(r);
+}
+
+TEST(kitty) {
+    const llama_model m = shape(1, 1, 64, 64);
+    rival *r = fed("kitty", &m, 32 + 300);
+    rival_side k, v;
+    int c, page, wide = 0;
+    REQUIRE(r != NULL);
+    k = rival_side_of(r, TKV_K, 0, 0), v = rival_side_of(r, TKV_V, 0, 0);
+    for (c = 0; c < 64; c++)
+        for (page = 0; page < 2; page++) {
+            const int levels = levels_of(k.p + (size_t)c * k.channel + 32 + page * 128, k.token, 128);
+            CHECK_LE(levels, 16);
+            wide += levels > 4;
+            if (c % 5 == 0) CHECK_LE(5, levels); /* a large one */
+        }
+    CHECK_EQ(wide, 2 * 16);
+    CHECK_LE(100, levels_of(k.p + 32 + 256, k.token, 44) + 60); /* the page that fills, and the sinks */
+    CHECK_LE(30, levels_of(k.p, k.token, 32));
+    CHECK_LE(levels_of(v.p + 203 * v.token, v.channel, 64), 4); /* 332 - 128 tokens of V are old */
+    CHECK_LE(60, levels_of(v.p + 204 * v.token, v.channel, 64));
+    CHECK_NEAR(rival_bits(r->kind, &m), (2.5 + 33.0 / 128 + 2.5) / 2, 1e-6);
+    rival_destroy(r);
+}
+
+TEST(ages) {
+    const llama_model m = shape(1, 1, 64, 64);
+    rival *r = fed("age-8/4/2", &m, 1280);
+    rival_side k;
+    REQUIRE(r != NULL);
+    k = rival_side_of(r, TKV_K, 0, 0);
+    CHECK_LE(levels_of(k.p, k.token, 32), 4); /* one channel: 1024 tokens old, 1023 to 128, younger */
+    CHECK_LE(levels_of(k.p + 1280 - 1024, k.token, 32), 16);
+    CHECK_LE(5, levels_of(k.p + 1280 - 1024, k.token, 32));
+    CHECK_LE(17, levels_of(k.p + 1280 - 128, k.token, 32));
+    rival_destroy(r);
+}
+
+/* >>plans */
+TEST(plan_words) {
+    tkv_config a = tkv_config_default(), b = tkv_config_default();
+    static const char *const numbers[] = {"group", "unit", "center", "squat_block", "subspaces", "precise"};
+    size_t i;
+    CHECK(!plan_three(&a, "128:f32,448:kivi4,kivi2/kivi4"));
+    CHECK(!plan_word(&b, "hot", "128:f32"));
+    CHECK(!plan_word(&b, "warm", "448:kivi4"));
+    CHECK(!plan_word(&b, "archive", "kivi2/kivi4"));
+    CHECK_MEM(&a, &b, sizeof a);
+    CHECK_EQ(a.archive.k, TKV_KIVI2);
+    CHECK_EQ(a.archive.v, TKV_KIVI4);
+    CHECK(!plan_three(&a, ",none"));
+    CHECK_EQ(a.warm_tokens, TKV_NONE);
+    CHECK_EQ(a.hot_tokens, 128);
+    CHECK(!plan_word(&a, "sinks", "0"));
+    CHECK_EQ(a.sink_tokens, TKV_NONE);
+    CHECK(!plan_word(&a, "hot", "all"));
+    CHECK_EQ(a.hot_tokens, TKV_ALL);
+    for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        CHECK(plan_knows(numbers[i]));
+        CHECK(!plan_word(&a, numbers[i], "16"));
+        CHECK(plan_word(&a, numbers[i], "many") != NULL);
+    }
+    CHECK_EQ(a.group_size + a.allocation_unit + a.center_k + a.squat_block + a.subspaces + a.precise, 6 * 16);
+    CHECK(!plan_word(&a, "fit", "clip+unbiased"));
+    CHECK_EQ(a.fit, TKV_FIT_CLIP | TKV_FIT_UNBIASED);
+    CHECK(!plan_word(&a, "fit", "norm"));
+    CHECK_EQ(a.fit, TKV_FIT_NORM);
+    CHECK(!plan_word(&a, "rotate", "k+v"));
+    CHECK_EQ(a.rotate, TKV_ROTATE_K | TKV_ROTATE_V);
+}
+
+TEST(plan_presets) {
+    int i;
+    for (i = 0; tkv_preset_name(i); i++) {
+        tkv_config a = tkv_config_default(), b = tkv_config_default();
+        CHECK(!plan_word(&a, "preset", tkv_preset_name(i)));
+        CHECK_EQ(tkv_config_preset(&b, tkv_preset_name(i)), TKV_OK);
+        CHECK_MEM(&a, &b, sizeof a);
+    }
+    CHECK(i > 0);
+}
+
+TEST(plan_mistakes) {
+    static const char *const wrong[][2] = {
+        {"preset", "best"},   {"sinks", "x"},    {"hot", "64:f17"}, {"warm", "kivi2/kivi2/kivi2"},
+        {"archive", "64:q8"}, {"archive", ""},   {"fit", "clip+"},  {"fit", "clip,norm"},
+        {"rotate", "both"},   {"group", "64k"},  {"group", ""},     {"subspaces", "-1"},
+        {"bits", "2"},        {"warm", "1e3:q8"}};
+    tkv_config cfg = tkv_config_default();
+    size_t i;
+    for (i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        CHECK_MSG(plan_word(&cfg, wrong[i][0], wrong[i][1]) != NULL, "%s=%s", wrong[i][0], wrong[i][1]);
+    CHECK(!plan_knows("bits"));
+    CHECK(plan_three(&cfg, "64,448,q8,q8") != NULL);
+    CHECK(plan_three(&cfg, "64,448,q9") != NULL);
+}
+
+/* >>tables from a text */
+enum { CALIBRATED = 60 }; /* tokens that an online cache, too, holds exactly */
+
+static int load_demo(llama_model *m, int *tokens, int n) { /* any tokens will do */
+    char err[256];
+    int i;
+    if (!llama_load("examples/data/demo.gguf", NULL, m, err, sizeof err)) return 0;
+    for (i = 0; i < n; i++) tokens[i] = 300 + i * 37 % 600;
+    return 1;
+}
+
+/* Reads n tokens as a decoder would, with tables or without. */
+static tkv_cache *read_tokens(const llama_model *m, const tkv_config *plan, const unsigned char *tables,
+                              size_t bytes, const int *tokens, int n) {
+    tkv_config cfg = *plan;
+    tkv_cache *kv = NULL;
+    int at, step;
+    llama_kv_config(m, &cfg);
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    if (tables) CHECK_EQ(tkv_calibration_load(kv, tables, bytes), TKV_OK);
+    for (at = 0; kv && at < n; at += step) {
+        step = llama_chunk(&cfg, at, n - at < TKV_BLOCK_TOKENS ? n - at : TKV_BLOCK_TOKENS);
+        CHECK_EQ(llama_forward(m, kv, 0, tokens + at, step, NULL, 0), TKV_OK);
+    }
+    return kv;
+}
+
+static int calibrated; /* tokens that were told */
+static void count_calibrated(int n) { calibrated += n; }
+
+TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learns online makes the same */
+    const tkv_config plan = tkv_config_default();
+    unsigned char *tables, online[1 << 15];
+    int tokens[CALIBRATED];
+    size_t bytes = 0, n = 0;
+    tkv_status status;
+    tkv_cache *kv;
+    llama_model m;
+    if (!load_demo(&m, tokens, CALIBRATED)) SKIP("examples/data/demo.gguf is not here");
+    calibrated = 0;
+    tables = calibrate(&m, tokens, CALIBRATED, 4096, count_calibrated, &bytes, &status);
+    CHECK_EQ(status, TKV_OK);
+    CHECK_EQ(calibrated, CALIBRATED);
+    kv = read_tokens(&m, &plan, NULL, 0, tokens, CALIBRATED);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(kv, online, sizeof online, &n), TKV_OK);
+    CHECK_EQ(n, bytes);
+    if (tables && n == bytes) CHECK_MEM(online, tables, n);
+    tkv_destroy(kv);
+    llama_free(&m);
+    free(tables);
+}
+
+TEST(tables_serve_at_once) {
+    enum { N = 300 };
+    tkv_config plan = tkv_config_default();
+    int tokens[N], loaded;
+    size_t bytes = 0;
+    unsigned char *tables;
+    tkv_status status;
+    llama_model m;
+    if (!load_demo(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
+    CHECK(!plan_three(&plan, "64,64,a20/r15"));
+    tables = calibrate(&m, tokens, 100, 32, NULL, &bytes, &status); /* four sequences */
+    CHECK_EQ(status, TKV_OK);
+    for (loaded = 0; loaded < 2 && tables; loaded++) {
+        tkv_cache *kv = read_tokens(&m, &plan, loaded ? tables : NULL, bytes, tokens, N);
+        tkv_tier_info tiers;
+        CHECK_EQ(tkv_calibrated_layers(kv), loaded ? m.n_layers : 0);
+        CHECK_EQ(tkv_tier_counts(kv, 0, 0, &tiers), TKV_OK);
+        CHECK_EQ(tiers.tokens[TKV_ARCHIVE] > 0, loaded); /* without tables all wait in an exact tier */
+        tkv_destroy(kv);
+    }
+    llama_free(&m);
+    free(tables);
+}
+
+TEST(tables_where_they_change_something) {
+    static const char *const plans[] = {"64,448,a30/r30", "64,none,a30/kivi2", "64,none,kivi2/r10",
+                                        "64,none",        "64,448,kivi2",      "64,none,kivi2",
+                                        "64,448:q8,q8",   "64,none,fp4"};
+    size_t i;
+    for (i = 0; i < sizeof plans / sizeof *plans; i++) {
+        tkv_config cfg = tkv_config_default();
+        CHECK(!plan_three(&cfg, plans[i]));
+        CHECK_EQ(calibrate_changes(&cfg), i < 5); /* the fifth one has a warm tier by default */
+    }
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(ggml_blocks);
+    RUN(min_max);
+    RUN(hadamard);
+    RUN(exponential);
+    RUN(attention_is_exact);
+    RUN(streaming);
+    RUN(pages);
+    RUN(kitty);
+    RUN(ages);
+    RUN(plan_words);
+    RUN(plan_presets);
+    RUN(plan_mistakes);
+    RUN(tables_are_the_librarys);
+    RUN(tables_serve_at_once);
+    RUN(tables_where_they_change_something);
+    return tkv_test_end();
+}
