@@ -493,7 +493,7 @@ TEST(config_presets) {
         tkv_destroy(kv);
     }
     CHECK(i >= 6);
-    CHECK_EQ(tkv_preset_name(-1), NULL);
+    CHECK(tkv_preset_name(-1) == NULL);
     same = cfg;
     CHECK_EQ(tkv_config_preset(&cfg, "Quality"), TKV_ERR_ARG);
     CHECK_EQ(tkv_config_preset(&cfg, NULL), TKV_ERR_ARG);
