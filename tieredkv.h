@@ -1979,7 +1979,8 @@ struct tkvi_kvquant;
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
-    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*halves)(const uint8_t *src, int n, float *dst); /* fp16 to float */
+    /* These two may write rubbish behind n, up to 15 more. */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -2967,10 +2968,10 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
+    help->logs(log, s->pad, s->top, scale); /* rubbish where there are no bits */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->logs(log + p, n, s->top, scale + p);
         help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
                     zero + p);
         p += n;
@@ -3132,12 +3133,15 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
 
 static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                         float *zero) {
-    float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
-    int t;
+    const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
+    const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
+    int t, k;
     help->logs(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        if (s->pairs) scale[t] *= 1.0f / 64.0f;
-        zero[t] = -middle * scale[t];
+    for (t = 0; t < TKVI_BLOCK; t += 16) { /* vectors also at -O2: of 16, and x is nobody else's memory */
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
+        for (k = 0; k < 16; k++) scale[t + k] = x[k];
+        for (k = 0; k < 16; k++) zero[t + k] = -middle * x[k];
     }
 }
 
@@ -3885,7 +3889,13 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
  *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c, round w to 8 bits (one plane) or
  *      15 (two planes, hi * 128 + lo), multiply by codes in integers, and take the rest in floats:
  *      step * (sum w code - sum w centre) + sum_c q_c (zero_c - ref_c + centre scale_c)
- *   V: the same with weights p_t scale_t per token, per group of channels.
+ *   V: the same with weights p_t scale_t per token, per group of channels; they have no sign, so one plane is
+ *      0..255.
+ * How many planes? A weight that is rounded to 1/127 of the largest adds an error that grows with the spread of
+ * the codes it meets; the format itself errs by a third of a step, however wide. So in K tiles of 5 bits and more
+ * (KIVI: 4) always have two planes, the others one, unless a row has a few weights that tower over the rest
+ * (TKVI_NEEDS_TWO).
+ * The same in V, by whole blocks: a side with wide tiles asks for two planes everywhere.
  * KIVI, and the int8 folding measured in ggml's rivals, describe the fold; centre terms from the float
  * query keep the rounding away from the mean of the codes.
  *
@@ -3900,7 +3910,9 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
 
 #define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_PLANE 127
+#define TKVI_PLANE_V 255
 #define TKVI_TWO_PLANES (127 * 128)
+#define TKVI_WIDE 5 /* bits of tiles that want two planes */
 
 /* `next` is the side that the same kernel reads next (K of the following block, or V), or NULL: its s->bytes
  * are prefetched between the products, a line here and there. A burst of prefetches stalls, and hardware
@@ -3909,7 +3921,7 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
  * scores beyond them are finite rubbish. Exact sides have rows for n tokens at least: read no further. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores);
-/* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], zero beyond n. */
+/* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
 typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                               int rows, int n, int planes, float *out);
 
@@ -3922,14 +3934,37 @@ typedef struct tkvi_kernels {
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float max, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
+    /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
+     * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
+    int (*weigh)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
-/* Planes of q and p that keep arithmetic below a tenth of the format's own error: one 8-bit plane is enough
- * where the codes are as coarse as 2 bits. */
+#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
+#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
+
+static int tkvi_weigh_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
+                           const float *s, int rows, float *m, float *sum, float *p) {
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = max64(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = exp64(s, m[r], p);
+        seen++;
+    }
+    return seen;
+}
+
+/* The planes to ask a kernel for: 2 everywhere, or 1: as few as tiles and weights allow. */
 static int tkvi_planes(const tkvi_side *s, int precise) {
     int width;
-    for (width = TKVI_MAX_WIDTH; width > 2; width--)
-        if (s->runs.n[width]) return 2;
+    if (s->which == TKV_V)
+        for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
+            if (s->runs.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -3975,24 +4010,92 @@ TKVI_EXACT_KERNEL_(bf16)
 #undef TKVI_EXACT_KERNEL_
 
 /* >>tiles */
-/* Rounds n weights to integers of at most `top`; returns the step. Zero weights give step 0. */
-static float tkvi_round_weights(const float *w, int n, int top, int *rounded) {
-    float most = 0.0f, inverse;
+/* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
+ * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
+ * large key in a block has all its codes at the ends, and exactly. Pairs of R15 are like a code of 1.5 bits. */
+static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
+                                                {0.0f, 3.0f, 14.0f, 74.0f, 340.0f}};
+
+/* From so many bits on tiles of K have two planes in any case. */
+static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
+
+/* Places with such tiles. */
+static int tkvi_wide_places(const tkvi_side *s) {
+    int width, n = 0;
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    return n;
+}
+
+/* The spread that weights of one plane meet in a block: of all channels (K), of 64 tokens (V, codes of a width). */
+static float tkvi_coarse_k(const tkvi_side *s) {
+    float sum = 0.0f;
+    int width;
+    for (width = 1; width < tkvi_wide_k(s); width++)
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+    return sum;
+}
+
+static float tkvi_coarse_v(const tkvi_side *s, int width) {
+    if (s->pairs) width = 2;
+    return width < TKVI_WIDE ? tkvi_spread[!s->format->shared][width] * (float)TKVI_BLOCK : 0.0f;
+}
+
+/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error? Rounding errs by
+ * step^2 spread / 12 a weight, step = most / top, the format by w^2. */
+#define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
+#define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
+    ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
+
+static float tkvi_largest_weight(const float *w, int n) {
+    float most = 0.0f;
     int i;
     for (i = 0; i < n; i++) {
         float a = w[i] < 0.0f ? -w[i] : w[i];
         most = a > most ? a : most;
     }
-    inverse = most > 0.0f ? (float)top / most : 0.0f;
-    if (!tkvi_is_finite(inverse)) inverse = 0.0f; /* weights below 1e-34 contribute nothing */
-    for (i = 0; i < n; i++) rounded[i] = tkvi_max(-top, tkvi_min(top, tkvi_rne(w[i] * inverse)));
-    return inverse > 0.0f ? most / (float)top : 0.0f;
+    return most;
+}
+
+/* w times `by` as integers of at most `top`. */
+static int tkvi_rounded(float w, float by, int top) {
+    return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
+}
+
+static float tkvi_inverse(float top, float most) {
+    float inverse = most > 0.0f ? top / most : 0.0f;
+    return tkvi_is_finite(inverse) ? inverse : 0.0f; /* weights below 1e-34 contribute nothing */
+}
+
+/* Weights of K in units of the second plane; returns their step. */
+static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
+    float most = tkvi_largest_weight(w, s->pad), squares = 0.0f;
+    float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
+    int wide = tkvi_wide_places(s), i;
+    for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
+    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_PLANE)) wide = s->pad;
+    for (i = 0; i < s->pad; i++)
+        rounded[i] =
+            i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_PLANES) : 128 * tkvi_rounded(w[i], one, TKVI_PLANE);
+    return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
+}
+
+/* The largest weight of V in one plane. Levels of a table are signed: beside them there is room for seven bits. */
+static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
+
+static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
+    float most = tkvi_largest_weight(w, TKVI_BLOCK), squares = 0.0f, by;
+    int top = tkvi_top_v(s), t;
+    for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
+    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
+    by = tkvi_inverse((float)top, most);
+    for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
+    return by > 0.0f ? most / (float)top : 0.0f;
 }
 
 static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, g, r, t, i, c;
+    int g, r, t, i, c;
     (void)next;
     s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (r = 0; r < rows; r++)
@@ -4001,7 +4104,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
             tkvi_tile_at at = tkvi_tiles(&s->runs);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_weights(folded, s->pad, top, w);
+            step = tkvi_round_k(s, folded, planes, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
                 for (i = 0; i < s->runs.n[width]; i++, position += 4) {
@@ -4029,7 +4132,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, slab = 0; /* first channel */
+    int r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
@@ -4047,7 +4150,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
                 int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
-                step = tkvi_round_weights(folded, TKVI_BLOCK, top, w);
+                step = tkvi_round_v(s, folded, width, planes, w);
                 memset(sum, 0, sizeof sum);
                 for (t = 0; t < n; t++) {
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
@@ -4141,6 +4244,10 @@ static float tkvi_max64_scalar(const float *s) {
     return max;
 }
 
+static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_weigh_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+}
+
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
@@ -4149,6 +4256,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     &tkvi_helpers_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
+    tkvi_weigh_scalar,
 };
 
 #endif /* TKVI_KERNELS_H */
@@ -4238,51 +4346,61 @@ TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
 }
 
 /* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
+enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of all rows */
+
 /* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
-    const float *ref;              /* K; NULL in V */
-    const uint8_t *centre2;        /* [n] twice the centre of the codes that a weight meets */
-    float half;                    /* centre2 times half is tkvi_centre */
-    int n, planes;
-    /* Out: rounded weights [weight row][w_stride]. A weight row is one plane of one row: a second plane is
-     * nothing but a row more. Room for one row more, and to the next multiple of 64 in each. */
-    int8_t *w;
-    int w_stride;
+    const float *ref;              /* K */
+    const uint8_t *centre2;        /* K: [n] twice the centre of the codes that a weight meets */
+    float half;                    /* K: centre2 times half is tkvi_centre */
+    float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
+    int middle;
+    int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
+    int wide;           /* K: so many have two planes in any case */
+    float coarse;       /* see tkvi_coarse_k */
+    /* Out: rounded weights [row][stride], and their second plane. K: signed. V: unsigned. Room for a multiple
+     * of 64 in each row. */
+    int8_t *w, *lo;
 } tkvi_folding;
 
-/* The answer of row r is  half_step * (2 sum w code - middle) + rest  with
- * middle = sum w centre2,  rest = sum x (zero - ref + centre scale). */
+/* The answer of row r is  step * (sum w code - middle / 2) + rest  with middle = sum w centre2 and
+ * rest = sum x (zero - ref + centre scale); step is that of the first plane, middle that of each plane. */
 typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[TKVI_ROWS];
+    float step[TKVI_ROWS], rest[TKVI_ROWS];
+    int32_t middle[2][TKVI_ROWS];
 } tkvi_fold;
 
-/* Multiply codes by weights. */
+/* Multiply codes by one plane of weights. */
 typedef struct tkvi_products {
     const tkvi_side *s;
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
     int half;                   /* number of the first 1-bit half */
-    int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
-    int pairs;                  /* V: the slab's lanes are pairs of channels, 16 apart */
-    uintptr_t ahead;
+    int tiles;                  /* K: the first so many */
+    int width, slabs, n;        /* V: width of the codes, slabs, tokens */
+    int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
+    uintptr_t ahead;            /* 0: nothing is to be prefetched */
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
-    const int8_t *w; /* [weight row][w_stride] */
-    int w_stride;
-    int w_group;  /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    int32_t *sum; /* [weight row][64] by lane; V uses the first 16 or 32 */
+    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
+    int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    int32_t *sum;    /* [row][64 tokens in K, TKV_MAX_HEAD_DIM channels in V] by lane */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
-    void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
-    void (*multiply)(tkvi_products *d, int weight_rows);
-    /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
-    void (*unfold)(const int32_t *sum, int planes, const tkvi_fold *f, int r, int n, int add, float *out);
-    int bias; /* what `multiply` adds to levels of a table to make them unsigned */
+    /* Returns how many weights have a second plane in some row; `lo` has so many in each four rows of which one
+     * has any. */
+    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    void (*dot)(tkvi_products *d, int rows);
+    /* out[row][i] = answer, or += if `add`, for n (a multiple of 16) sums; lo: of the second plane or NULL */
+    void (*unfold)(const int32_t *sum, const int32_t *lo, int stride, const tkvi_fold *f, int rows, int n,
+                   int add, float *out, int out_stride);
+    int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
+    int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
 
 static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
@@ -4306,88 +4424,111 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
+/* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
+static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
+    const int k = d->s->which == TKV_K;
+    for (; rows > 0; rows -= 4) {
+        dots[tkvi_min(rows - 1, 2)](d);
+        d->ahead = 0; /* once is enough */
+        d->w += 4 * (k ? TKV_MAX_HEAD_DIM : TKVI_BLOCK);
+        d->sum += 4 * (k ? TKVI_BLOCK : TKV_MAX_HEAD_DIM);
+    }
+}
+
 static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
+    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     tkvi_products d;
-    int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
+    int width, g, c = 0, tokens = TKVI_BLOCK / s->groups, second = 0;
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
-    memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
+    if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
     a.half = s->levels ? 0.0f : 0.5f;
     a.n = s->pad;
-    a.w_stride = TKV_MAX_HEAD_DIM;
     a.planes = planes;
+    a.wide = tkvi_wide_places(s);
+    a.coarse = tkvi_coarse_k(s);
+    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
-        a.w = w[g][0];
-        v->fold(&a, rows, &fold[g]);
+        a.w = w[0][g];
+        a.lo = w[1][g];
+        second = tkvi_max(second, v->fold_k(&a, rows, &fold[g]));
     }
     d.w = w[0][0];
-    d.w_stride = TKV_MAX_HEAD_DIM;
-    d.w_group = s->groups == 2 ? (int)sizeof w[0] : 0;
+    d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
     d.sum = sum[0];
-    v->multiply(&d, rows * planes);
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < s->groups; g++)
-            v->unfold(sum[r * planes] + g * tokens, planes, &fold[g], r, tokens, 0,
-                      scores + r * TKVI_BLOCK + g * tokens);
+    d.tiles = TKV_MAX_HEAD_DIM;
+    v->dot(&d, rows);
+    if (second) {
+        d.w = w[1][0];
+        d.sum = sum[1];
+        d.tiles = (second + 3) / 4;
+        v->dot(&d, rows);
+    }
+    for (g = 0; g < s->groups; g++)
+        v->unfold(sum[0] + g * tokens, second ? sum[1] + g * tokens : NULL, TKVI_BLOCK, &fold[g], rows,
+                  tokens, 0, scores + g * tokens, TKVI_BLOCK);
 }
 
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED uint8_t centre2[TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKV_MAX_HEAD_DIM + 32];
     tkvi_fold fold;
     tkvi_folding a;
     tkvi_products d;
-    int width, i, r, g, slab = 0;
+    int width, i, g, slab = 0, second;
     s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     a.x = p;
-    a.ref = NULL;
-    a.centre2 = centre2;
-    a.half = s->levels ? 0.0f : 0.5f;
     a.w = w[0];
-    a.n = a.w_stride = TKVI_BLOCK;
+    a.lo = w[1];
+    a.n = TKVI_BLOCK;
     a.planes = planes;
+    a.top = tkvi_top_v(s);
     d.n = n;
-    d.w_stride = TKVI_BLOCK;
     d.w_group = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes */
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                a.scale = scale + g * TKVI_BLOCK;
-                a.zero = zero + g * TKVI_BLOCK;
-                v->fold(&a, rows, &fold);
-            }
-            d.width = width;
-            d.pairs = s->pairs && width == 3;
-            d.slabs = !d.pairs && slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* that share a group */
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes that share a group */
+            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
+            second = v->fold_v(&a, rows, &fold);
+            d.ahead = tkvi_ahead(src, next);
             d.w = w[0];
             d.sum = sum[0];
-            v->multiply(&d, rows * planes);
-            for (r = 0; r < rows; r++)
-                v->unfold(sum[r * planes], planes, &fold, r, 16 * (d.slabs + d.pairs), 1,
-                          out + r * s->pad + 16 * slab);
+            v->dot(&d, rows);
+            if (second) {
+                d.w = w[1];
+                d.sum = sum[1];
+                v->dot(&d, rows);
+            }
+            v->unfold(sum[0], second ? sum[1] : NULL, TKV_MAX_HEAD_DIM, &fold, rows, 16 * d.slabs << d.pairs,
+                      1, out + 16 * slab, s->pad);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
-            slab += d.slabs + d.pairs;
+            slab += d.slabs << d.pairs;
         }
     }
 }
@@ -5287,104 +5428,207 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
     }
 }
 
+/* 16 weights of 16 bits in order. */
+TKVI_FLAT_AVX2 __m256i tkvi_shorts_avx2(__m256 a, __m256 b) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
+}
+
+/* 16 weights of up to 8 bits as bytes. */
+TKVI_FLAT_AVX2 void tkvi_save_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
+    const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
+    _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+
+/* top / m, 0 where m is as good as 0. */
+TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
+    return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
+}
+
+/* Which of four rows want two planes, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+    return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
+                                        _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
+}
+
 /* Four rows go together so that their horizontal sums do. */
-TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
+    const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *x = a->x + first * a->n;
-    __m256 most[4], rest[4];
-    __m256i middle[4];
-    __m128 m, inverse;
+    __m256 most[4], rest[4], squares[4];
+    __m256i middle[4], middle_lo[4];
+    __m128 m;
     float by[4];
-    int i, r;
+    int i, r, tower, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = _mm256_setzero_ps();
-        middle[r] = _mm256_setzero_si256();
+        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
+        middle[r] = middle_lo[r] = _mm256_setzero_si256();
     }
     for (i = 0; i < a->n; i += 8) {
         __m256 scale = _mm256_loadu_ps(a->scale + i);
         __m256i twice =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
         __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
-        __m256 zero = _mm256_loadu_ps(a->zero + i);
-        if (a->ref) zero = _mm256_sub_ps(zero, _mm256_loadu_ps(a->ref + i));
+        __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
         }
     }
     m = tkvi_max4_avx2(most);
-    inverse = _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* as if smaller were 0 */
-    _mm_storeu_ps(by, inverse);
-    _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
+    tower = tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_PLANE);
+    if (a->planes == 2) tower = 15;
+    if (tower) second = a->n;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1);
-            __m256 y = _mm256_set1_ps(by[r]);
-            __m256i k = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(u, y)),
-                                           _mm256_cvtps_epi32(_mm256_mul_ps(v, y)));
-            k = _mm256_permute4x64_epi64(k, 0xd8); /* 16 weights of 16 bits in order */
-            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            if (a->planes == 2) { /* k = 128 hi + lo, lo 0..127 */
-                __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16(127));
-                _mm_storeu_si128(
-                    (__m128i *)(void *)(w + a->w_stride),
-                    _mm_packs_epi16(_mm256_castsi256_si128(lo), _mm256_extracti128_si256(lo, 1)));
-                k = _mm256_srai_epi16(k, 7);
+            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
+            const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
+            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0), inverse);
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1), inverse);
+            __m256i k = tkvi_shorts_avx2(u, v);
+            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
+                __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
+                wide = _mm256_set1_epi16((short)((tower >> r & 1 ? a->n : a->wide) - i));
+                wide = _mm256_cmpgt_epi16(wide, places);
+                lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
+                middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
+                tkvi_save_weights_avx2(a->lo + at, lo, 1);
+                k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
             }
-            _mm_storeu_si128((__m128i *)(void *)w,
-                             _mm_packs_epi16(_mm256_castsi256_si128(k), _mm256_extracti128_si256(k, 1)));
+            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
+            tkvi_save_weights_avx2(a->w + at, k, 1);
         }
     }
-    middle[0] =
-        _mm256_hadd_epi32(_mm256_hadd_epi32(middle[0], middle[1]), _mm256_hadd_epi32(middle[2], middle[3]));
-    _mm_storeu_si128(
-        (__m128i *)(void *)(f->middle + first),
-        _mm_add_epi32(_mm256_castsi256_si128(middle[0]), _mm256_extracti128_si256(middle[0], 1)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx2(middle));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx2(middle_lo));
+    return second;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_fold_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
-    int r, left = rows * a->planes % 4;
-    for (r = 0; r < rows; r += 4) {
-        if (rows - r == 1) tkvi_fold4_avx2(a, r, 1, f);
-        else if (rows - r == 2) tkvi_fold4_avx2(a, r, 2, f);
-        else if (rows - r == 3) tkvi_fold4_avx2(a, r, 3, f);
-        else tkvi_fold4_avx2(a, r, 4, f);
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+    const float *p = a->x + first * TKVI_BLOCK;
+    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 most[4], rest[4], squares[4];
+    __m256i sum[4], sum_lo[4];
+    __m128 m;
+    float by[4], top[4];
+    int i, r, tower;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
+        sum[r] = sum_lo[r] = _mm256_setzero_si256();
     }
-    if (left == 3) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
+    for (i = 0; i < TKVI_BLOCK; i += 8) {
+        const __m256 scale = _mm256_loadu_ps(a->scale + i);
+        const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m256 v = _mm256_loadu_ps(p + r * TKVI_BLOCK + i), y = _mm256_mul_ps(v, scale);
+            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
+            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
+            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
+        }
+    }
+    m = tkvi_max4_avx2(most);
+    tower = a->planes == 2 ? 15 : tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
+    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
+    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_loadu_ps(top)));
+    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    for (i = 0; i < TKVI_BLOCK; i += 16) {
+        const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const int at = (first + r) * TKVI_BLOCK + i;
+            const __m256 inverse = _mm256_set1_ps(by[r]);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i + 8), scale1);
+            __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
+            k = _mm256_max_epi16(k, _mm256_setzero_si256());
+            if (tower) {
+                const int two = tower >> r & 1;
+                const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
+                sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
+                tkvi_save_weights_avx2(a->lo + at, lo, 0);
+                if (two) k = _mm256_srai_epi16(k, 7);
+            }
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
+            tkvi_save_weights_avx2(a->w + at, k, 0);
+        }
+    }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    return tower;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, int planes, const tkvi_fold *f, int r,
-                                              int n, int add, float *out) {
-    const __m256 half_step = _mm256_set1_ps(f->half_step[r]), rest = _mm256_set1_ps(f->rest[r]);
-    const __m256i middle = _mm256_set1_epi32(f->middle[r]);
-    int i;
-    for (i = 0; i < n; i += 8) {
-        __m256i x = tkvi_ints_avx2(sum + i);
-        __m256 y;
-        if (planes == 2) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(sum + TKVI_BLOCK + i));
-        y = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_slli_epi32(x, 1), middle));
-        y = _mm256_fmadd_ps(y, half_step, rest);
-        _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
+static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, f)
+                                  : rows - r == 3 ? tkvi_fold_k4_avx2(a, r, 3, f)
+                                                  : tkvi_fold_k4_avx2(a, r, 4, f));
+    return second;
+}
+
+static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
+                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
+                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
+                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+    return second;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t *lo, int stride,
+                                              const tkvi_fold *f, int rows, int n, int add, float *out,
+                                              int out_stride) {
+    int i, r;
+    for (r = 0; r < rows; r++, sum += stride, lo += lo ? stride : 0, out += out_stride) {
+        const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
+        const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
+        const __m256 step = _mm256_set1_ps(step_r);
+        const __m256 rest = _mm256_set1_ps(f->rest[r] - (middle & 1 ? 0.5f * step_r : 0.0f));
+        const __m256i base = _mm256_set1_epi32(middle >> 1);
+        for (i = 0; i < n; i += 8) {
+            __m256i x = tkvi_ints_avx2(sum + i);
+            __m256 y;
+            if (lo) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(lo + i));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(x, base)), step, rest);
+            _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
+        }
     }
 }
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63.
- * With a table, levels are the signed operand and the size of a weight the unsigned one, 2 * 127 * 127: each
- * pair of products goes to 32 bits by itself. `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(__m256i c, __m256i u, __m256i e, __m256i v, __m256i unit) {
-    return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(c, u), _mm256_maddubs_epi16(e, v)), unit);
+ * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and
+ * with the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
+ * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself.
+ * `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
+                                     __m256i unit) {
+    const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
+    const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
+    return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
@@ -5399,8 +5643,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     if (r < nw) {                                                                                            \
         u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
         v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(c[0], u, e[0], v, unit));                                \
-        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(c[1], u, e[1], v, unit));                                \
+        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(v_side, c[0], u, e[0], v, unit));                        \
+        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(v_side, c[1], u, e[1], v, unit));                        \
     }
 #define TKVI_LEVELED4_(r)                                                                                    \
     if (r < nw) {                                                                                            \
@@ -5415,31 +5659,32 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     }
 #define TKVI_SAVE4_(r)                                                                                       \
     if (r < nw) {                                                                                            \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK), a##r);                                \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + apart), b##r);                        \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to), a##r);                                        \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to + apart), b##r);                                \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64].
- * Two tiles a step. */
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
 TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
     const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, apart = 16;
+    const int stride = TKV_MAX_HEAD_DIM, to = TKVI_BLOCK, apart = 16, v_side = 0;
     const uint8_t *wide = d->wide;
     const int8_t *w0 = d->w + h * d->w_group;
     int32_t *sum = d->sum + 32 * h + 8 * b;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int half = d->half, width, i, part;
+    int half = d->half, left = d->tiles, width, i, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
     if (s->levels) table = tkvi_levels_avx2(s->levels);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width], n = s->runs.n[width];
+        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
+        const int n = tkvi_min(s->runs.n[width], left);
+        left -= n;
         for (part = 0; part < 1 + (width == 8); part++) {
             const uint8_t *tile = wide;
             const int8_t *w = w0;
             unit = _mm256_set1_epi16(part ? 16 : 1);
             for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
                 const int both = i + 1 < n;
-                if (h == 0 && b == 0) {
+                if (d->ahead && h == 0 && b == 0) {
                     tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
                     tkvi_prefetch_rest(d);
                     tkvi_prefetch_rest(d);
@@ -5471,7 +5716,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
  * `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, apart = 8, both = 1;
+    const int stride = TKVI_BLOCK, to = TKV_MAX_HEAD_DIM, apart = 8, both = 1, v_side = 1;
     const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
@@ -5483,8 +5728,10 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            tkvi_prefetch_bytes(tile, bytes, d->ahead);
-            tkvi_prefetch_rest(d);
+            if (d->ahead) {
+                tkvi_prefetch_bytes(tile, bytes, d->ahead);
+                tkvi_prefetch_rest(d);
+            }
             for (h = 0; h < 2; h++, w += 8) {
                 tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
                 tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
@@ -5506,8 +5753,8 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
     int slab;
-    for (slab = 0; slab < d->slabs + d->pairs; slab++)
-        tkvi_dot_vs_avx2(d, d->pairs ? 0 : 4 * slab, d->pairs && slab, d->sum + 16 * slab, nw);
+    for (slab = 0; slab < d->slabs << d->pairs; slab++)
+        tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, d->sum + 16 * slab, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -5523,22 +5770,17 @@ TKVI_DOTS_AVX2_(4)
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
 
-/* All weight rows, in the passes that registers allow: 1, 2 or 4. A row beyond the last one is zero. */
-static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
         {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
     };
-    int left;
-    for (left = weight_rows; left > 0; left -= 4) {
-        dots[d->s->which][tkvi_min(left - 1, 2)](d);
-        d->w += 4 * d->w_stride;
-        d->sum += 4 * TKVI_BLOCK;
-    }
+    tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
-                                           tkvi_unfold_avx2, 0};
+static const tkvi_steps tkvi_steps_avx2 = {
+    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, tkvi_unfold_avx2, 0, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {
@@ -5551,6 +5793,10 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
     tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
+static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_weigh_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+}
+
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
@@ -5559,6 +5805,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
+    tkvi_weigh_avx2,
 };
 
 #endif /* TKVI_X86 */
@@ -5627,7 +5874,7 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
         bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
+        _mm512_storeu_ps(dst + i, _mm512_castsi512_ps(bits));
     }
 }
 
@@ -5640,7 +5887,7 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
         __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
         by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
         x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_mask_storeu_ps(dst + i, m, x);
+        _mm512_storeu_ps(dst + i, x);
     }
 }
 
@@ -6034,24 +6281,27 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) for x <= 0, 0 below -87: 2^n 2^r, |r| <= 1/2. The polynomial is a minimax fit with 2^0 = 1;
+ * error 9e-08, and what rounding z costs: 6e-8 of x. */
+TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
+    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 n = _mm512_roundscale_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(z, n);
+    __m512 y = _mm512_set1_ps(1.326472728e-03f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(some, y, n);
+}
+
 static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, float *p) {
     __m512 sum = _mm512_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
-        __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)), n, r, y;
-        __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-        n = _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-        r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-        r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-        y = _mm512_fmadd_ps(_mm512_set1_ps(1.9875691500e-4f), r, _mm512_set1_ps(1.3981999507e-3f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-        y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-        y = _mm512_maskz_scalef_ps(some, y, n);
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
         _mm512_storeu_ps(p + t, y);
         sum = _mm512_add_ps(sum, y);
     }
@@ -6195,92 +6445,101 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>tiles */
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
-TKVI_FLAT_AVX512 void tkvi_merge_avx512(__m512i *codes, __m512i a, __m512i b, int mask) {
-    codes[0] = _mm512_or_si512(codes[0], _mm512_and_si512(a, _mm512_set1_epi8((char)mask)));
-    codes[1] = _mm512_or_si512(codes[1], _mm512_and_si512(b, _mm512_set1_epi8((char)mask)));
+/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
+ * moves bits into the neighbour byte, the mask takes them away. */
+TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
+    if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
+    if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
+    return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_shifted_avx512(const uint8_t *p, int right) {
-    return _mm512_srl_epi16(tkvi_bytes_avx512(p), _mm_cvtsi32_si128(right));
-}
-
-/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. */
-TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
-                                        uintptr_t ahead, const __m512i *table, __m512i *codes) {
-    __m512i x;
-    codes[0] = codes[1] = _mm512_setzero_si512();
-    if (width >= 4) {
-        const int at = (width == 8 ? 128 : 64) * h;
-        tkvi_prefetch(wide + at, ahead);
-        x = tkvi_bytes_avx512(wide + at);
-        if (width == 8) {
-            tkvi_prefetch(wide + at + 64, ahead);
-            codes[0] = x;
-            codes[1] = tkvi_bytes_avx512(wide + at + 64);
-            return;
-        }
-        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 4), 15);
-        if (width == 6) {
-            if (h) tkvi_prefetch(wide + 128, ahead);
-            x = tkvi_shifted_avx512(wide + 128, 4 * h);
-            tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 2), 48);
-        }
-    } else if (width >= 2) {
-        if (h) tkvi_prefetch(wide, ahead);
-        x = tkvi_shifted_avx512(wide, 4 * h);
-        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 2), 3);
+/* The codes of one tile as bytes, plane by plane; see tile.h for what stands where. */
+TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                         __m512i *code) {
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+    int p;
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        return;
+    }
+    if (low == 4) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++)
+            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+    } else if (low == 2) {
+        const __m512i x = tkvi_bytes_avx512(wide);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
+    }
+    if (width == 6) {
+        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
     }
     if (width & 1) {
-        const uint8_t *top = tops + (half >> 1) * 64;
-        x = tkvi_shifted_avx512(top, (half & 1) * 4 + 2 * h);
-        if (width == 1) tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 1), 1);
-        else if (width == 3) tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 2), _mm512_slli_epi16(x, 1), 4);
-        else tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 3), 16);
-    }
-    if (table) {
-        codes[0] = _mm512_shuffle_epi8(*table, codes[0]);
-        codes[1] = _mm512_shuffle_epi8(*table, codes[1]);
+        const __m512i x =
+            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
+            code[p] = width == 1 ? top : _mm512_or_si512(code[p], top);
+        }
     }
 }
 
 #define TKVI_BIAS_AVX512 127
 
-/* The 16 biased levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+/* The 16 levels in each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels, int bias) {
     __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS_AVX512));
+    return _mm512_add_epi8(x, _mm512_set1_epi8((char)bias));
+}
+
+/* 64 neighbours from four vectors that were packed to bytes. */
+TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    x);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Which of four rows want two planes, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+    return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
+                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
 /* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
-TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
-    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const float *x = a->x + first * a->n;
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
-    __m512 most[4], rest[4];
-    __m512i middle[4], middle_hi[4];
+    __m512 most[4], rest[4], squares[4];
+    __m512i middle[4], middle_lo[4];
     __m128 m, inverse;
-    float by[4];
-    int i, j, r;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int i, j, r, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = _mm512_setzero_ps();
-        middle[r] = middle_hi[r] = _mm512_setzero_si512();
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        middle[r] = middle_lo[r] = _mm512_setzero_si512();
     }
     for (i = 0; i < a->n; i += 16) {
         __m512 scale = _mm512_loadu_ps(a->scale + i);
         __m512i twice =
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
         __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
-        __m512 zero = _mm512_loadu_ps(a->zero + i);
-        if (a->ref) zero = _mm512_sub_ps(zero, _mm512_loadu_ps(a->ref + i));
+        __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
             _mm512_store_ps(folded[r] + i, y);
         }
     }
@@ -6289,159 +6548,337 @@ TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const 
         for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
-    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m);
-    _mm_storeu_ps(by, inverse);
-    _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
+    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
+    if (a->planes == 2) tower = 15;
+    if (tower) second = a->n;
+    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
+                               _mm_set1_ps((float)TKVI_PLANE), m);
+    _mm_store_ps(by, inverse);
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
     for (i = 0; i < a->n; i += 64) {
-        __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m512i v[4], hi;
+            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
+            const __m512 inverse_r = _mm512_set1_ps(by[r]);
+            __m512 y[4];
+            __m512i v[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                __m512 y = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), _mm512_set1_ps(by[r]));
-                v[j] = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+                y[j] = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), inverse_r);
+                v[j] = tkvi_nearest_avx512(y[j]);
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
-                hi = _mm512_packs_epi16(_mm512_srai_epi16(v[0], 7), _mm512_srai_epi16(v[1], 7));
-                hi = _mm512_permutexvar_epi32(in_order, hi);
-                _mm512_storeu_si512((void *)w, hi);
-                middle_hi[r] = _mm512_dpbusd_epi32(middle_hi[r], c, hi);
-                v[0] = _mm512_and_si512(v[0], _mm512_set1_epi16(127));
-                v[1] = _mm512_and_si512(v[1], _mm512_set1_epi16(127));
-                w += a->w_stride;
+            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
+                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+                const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
+                __m512i u[4], full, lo;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    u[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[j], _mm512_set1_ps(128.0f)));
+                u[0] = _mm512_packs_epi32(u[0], u[1]);
+                u[1] = _mm512_packs_epi32(u[2], u[3]);
+                full = tkvi_in_order_avx512(
+                    _mm512_packs_epi16(_mm512_srai_epi16(u[0], 7), _mm512_srai_epi16(u[1], 7)));
+                lo = tkvi_in_order_avx512(_mm512_packs_epi16(_mm512_and_si512(u[0], _mm512_set1_epi16(127)),
+                                                             _mm512_and_si512(u[1], _mm512_set1_epi16(127))));
+                lo = _mm512_maskz_mov_epi8(wide, lo);
+                _mm512_storeu_si512((void *)(a->lo + at), lo);
+                middle_lo[r] = _mm512_dpbusd_epi32(middle_lo[r], c, lo);
+                v[0] = _mm512_mask_mov_epi8(tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1])), wide, full);
+            } else {
+                v[0] = tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1]));
             }
-            v[0] = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(v[0], v[1]));
-            _mm512_storeu_si512((void *)w, v[0]);
+            _mm512_storeu_si512((void *)(a->w + at), v[0]);
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx512(middle));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx512(middle_lo));
+    return second;
+}
+
+/* p has 64 tokens: it stays in registers from its products to its bytes. */
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+    const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
+    const float *p = a->x + first * TKVI_BLOCK;
+    __m512 y[4][4], most[4], rest[4], squares[4];
+    __m512i sum[4], sum_lo[4];
+    __m128 m, top;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int j, r;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) middle[r] = _mm512_add_epi32(middle[r], _mm512_slli_epi32(middle_hi[r], 7));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4_avx512(middle));
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        sum[r] = sum_lo[r] = _mm512_setzero_si512();
+    }
+    TKVI_UNROLL
+    for (j = 0; j < 4; j++) {
+        const __m512 scale = _mm512_loadu_ps(a->scale + 16 * j);
+        const __m512 zero =
+            _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m512 v = _mm512_loadu_ps(p + r * TKVI_BLOCK + 16 * j);
+            y[r][j] = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
+            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y[r][j], y[r][j], squares[r]);
+        }
+    }
+    m = tkvi_max4_avx512(most);
+    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
+    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, top));
+    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        const int at = (first + r) * TKVI_BLOCK;
+        const __m512 inverse = _mm512_set1_ps(by[r]);
+        __m512i v[4], lo = _mm512_setzero_si512();
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
+        v[0] = _mm512_packus_epi32(v[0], v[1]);
+        v[1] = _mm512_packus_epi32(v[2], v[3]);
+        if (tower) {
+            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+                lo = tkvi_in_order_avx512(
+                    _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
+                v[0] = _mm512_srli_epi16(v[0], 7);
+                v[1] = _mm512_srli_epi16(v[1], 7);
+            }
+            _mm512_storeu_si512((void *)(a->lo + at), lo);
+            sum_lo[r] = _mm512_dpbusd_epi32(sum_lo[r], lo, ones);
+        }
+        v[0] = tkvi_in_order_avx512(_mm512_packus_epi16(v[0], v[1]));
+        _mm512_storeu_si512((void *)(a->w + at), v[0]);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
+    }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle)));
+    return tower;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
-    int r;
-    for (r = 0; r < rows; r += 4) {
-        if (rows - r == 1) tkvi_fold4_avx512(a, r, 1, f);
-        else if (rows - r == 2) tkvi_fold4_avx512(a, r, 2, f);
-        else if (rows - r == 3) tkvi_fold4_avx512(a, r, 3, f);
-        else tkvi_fold4_avx512(a, r, 4, f);
-    }
-    if (rows * a->planes % 2) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, f)
+                                  : rows - r == 3 ? tkvi_fold_k4_avx512(a, r, 3, f)
+                                                  : tkvi_fold_k4_avx512(a, r, 4, f));
+    return second;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, int planes, const tkvi_fold *f, int r,
-                                                  int n, int add, float *out) {
-    const __m512 half_step = _mm512_set1_ps(f->half_step[r]), rest = _mm512_set1_ps(f->rest[r]);
-    const __m512i middle = _mm512_set1_epi32(f->middle[r]);
-    int i;
-    for (i = 0; i < n; i += 16) {
-        __m512i x = _mm512_loadu_si512((const void *)(sum + i));
-        __m512 y;
-        if (planes == 2)
-            x = _mm512_add_epi32(_mm512_slli_epi32(x, 7),
-                                 _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK + i)));
-        y = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(x, 1), middle));
-        y = _mm512_fmadd_ps(y, half_step, rest);
-        _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, f)
+                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, f)
+                  : rows - r == 3 ? tkvi_fold_v4_avx512(a, r, 3, f)
+                                  : tkvi_fold_v4_avx512(a, r, 4, f);
+    return second;
+}
+
+TKVI_FLAT_AVX512 void tkvi_unfold_rows_avx512(const int32_t *sum, const int32_t *lo, int stride,
+                                              const tkvi_fold *f, int rows, int n, const int two,
+                                              const int add, float *out, int out_stride) {
+    int i, r;
+    for (r = 0; r < rows; r++, sum += stride, lo += two ? stride : 0, out += out_stride) {
+        const int middle = two ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
+        const float step_r = two ? f->step[r] / 128.0f : f->step[r];
+        const __m512 step = _mm512_set1_ps(step_r);
+        const __m512 rest = _mm512_set1_ps(f->rest[r] - 0.5f * (float)(middle & 1) * step_r);
+        const __m512i base = _mm512_set1_epi32(middle >> 1);
+        for (i = 0; i < n; i += 16) {
+            __m512i x = _mm512_loadu_si512((const void *)(sum + i));
+            __m512 y;
+            if (two)
+                x = _mm512_add_epi32(_mm512_slli_epi32(x, 7), _mm512_loadu_si512((const void *)(lo + i)));
+            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(x, base)), step, rest);
+            _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+        }
     }
 }
 
-/* Accumulators a0..a7 and b0..b7. Named ones stay in registers with every compiler, arrays do not. */
-#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r;
-#define TKVI_MAC_(r)                                                                                         \
-    if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * stride));                                                 \
-        a##r = _mm512_dpbusd_epi32(a##r, x, four);                                                           \
-        b##r = _mm512_dpbusd_epi32(b##r, y, four);                                                           \
-    }
+static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int32_t *lo, int stride,
+                                                  const tkvi_fold *f, int rows, int n, int add, float *out,
+                                                  int out_stride) {
+    if (lo) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 1, add, out, out_stride);
+    else if (add) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 1, out, out_stride);
+    else tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 0, out, out_stride);
+}
+
+/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
+ * registers with every compiler, arrays do not. */
+#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
+#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw) {                                                                                            \
         _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
         _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32), c##r);                                      \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 48), d##r);                                      \
+    }
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
+    }
+#define TKVI_RUN_(width)                                                                                     \
+    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    for (left -= i; i > 0; i--, w += 4) {                                                                    \
+        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
+        if (s->levels && width <= 4) {                                                                       \
+            x[0] = _mm512_shuffle_epi8(table, x[0]);                                                         \
+            x[1] = _mm512_shuffle_epi8(table, x[1]);                                                         \
+            x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
+            x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
+        }                                                                                                    \
+        if (d->ahead) {                                                                                      \
+            tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        wide += tkvi_wide_bytes[width];                                                                      \
+        half += tkvi_has_half[width];                                                                        \
+        TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: lanes are tokens 32h .. 32h + 31. */
-TKVI_FLAT_AVX512 void tkvi_dot_kh_avx512(tkvi_products *d, const int h, const int nw) {
-    const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM;
-    const uint8_t *wide = d->wide;
-    const int8_t *w = d->w + h * d->w_group;
-    int32_t *sum = d->sum + 32 * h;
-    __m512i table = _mm512_setzero_si512(), x, y, four;
-    int half = d->half, width, i;
-    TKVI_ROWS_(TKVI_ZERO_)
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, w += 4) {
-            __m512i c[2];
-            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, s->levels ? &table : NULL, c);
-            wide += tkvi_wide_bytes[width];
-            half += tkvi_has_half[width];
-            if (h == 0) tkvi_prefetch_rest(d);
-            x = c[0];
-            y = c[1];
-            TKVI_ROWS_(TKVI_MAC_)
-        }
-    TKVI_ROWS_(TKVI_SAVE_)
-}
-
+/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
-    tkvi_dot_kh_avx512(d, 0, nw);
-    tkvi_dot_kh_avx512(d, 1, nw);
-}
-
-/* V: lanes are 16 channels of one slab, or of two neighbours. */
-TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
-    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
-    const int pairs = d->pairs;
+    const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
     int32_t *sum = d->sum;
-    __m512i table = _mm512_setzero_si512(), upper = table, *levels = NULL, x, y, four;
-    int half = d->half, t, h;
+    __m512i table = _mm512_setzero_si512(), x[4], four;
+    int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
-    if (d->s->levels) {
-        table = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        levels = pairs ? NULL : &table;
-        if (pairs) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
+    TKVI_RUN_(8)
+    TKVI_RUN_(6)
+    TKVI_RUN_(5)
+    TKVI_RUN_(4)
+    TKVI_RUN_(3)
+    TKVI_RUN_(2)
+    TKVI_RUN_(1)
+    TKVI_ROWS_(TKVI_SAVE_)
+}
+#undef TKVI_RUN_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
-    for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++) {
-            __m512i c[2], e[2];
-            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
-            if (pairs) {
-                e[0] = _mm512_shuffle_epi8(upper, c[0]);
-                e[1] = _mm512_shuffle_epi8(upper, c[1]);
-                c[0] = _mm512_shuffle_epi8(table, c[0]);
-                c[1] = _mm512_shuffle_epi8(table, c[1]);
-            } else {
-                tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
-                                  levels, e);
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM), _mm512_add_epi32(a##r, c##r));             \
+        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM + 16), _mm512_add_epi32(b##r, d##r));        \
+    }
+enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
+
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
+ * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
+                                            const int nw) {
+    const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const uint8_t *wide = d->wide + 4 * slab * bytes;
+    const int8_t *w = d->w;
+    int32_t *sum = d->sum + (how == TKVI_PAIRS ? 32 * slab : 16 * slab);
+    __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
+    int half = d->half + 4 * slab * has_half, t, p;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (how != TKVI_PLAIN) {
+        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0), 0);
+        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1), 0);
+    }
+    for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
+        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        if (how != TKVI_PAIRS)
+            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            if (how != TKVI_PLAIN) {
+                y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
+                x[p] = _mm512_shuffle_epi8(table, x[p]);
+            } else if (width == 8) {
+                x[p] = _mm512_xor_si512(x[p], _mm512_set1_epi8(-128));
+                y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
             }
-            tkvi_prefetch_rest(d);
-            x = c[0];
-            y = e[0];
-            TKVI_ROWS_(TKVI_MAC_)
-            w += 4;
-            x = c[1];
-            y = e[1];
-            TKVI_ROWS_(TKVI_MAC_)
-            w += 4;
         }
+        if (d->ahead) {
+            tkvi_prefetch_bytes(wide, bytes, d->ahead);
+            if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
+            tkvi_prefetch_rest(d);
+        }
+        TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
         half += has_half;
     }
     TKVI_ROWS_(TKVI_SAVE_)
 }
+#undef TKVI_ROWS_
+#undef TKVI_ZERO_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+#define TKVI_RUN_(width)                                                                                     \
+    case width:                                                                                              \
+        for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
+        break;
+TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
+    int i;
+    if (d->pairs)
+        for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
+    else if (d->s->levels) switch (d->width) {
+        case 1:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 1, TKVI_TABLE, nw);
+            break;
+        case 2:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 2, TKVI_TABLE, nw);
+            break;
+        case 3:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 3, TKVI_TABLE, nw);
+            break;
+        default:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 4, TKVI_TABLE, nw);
+            break;
+        }
+    else switch (d->width) {
+            TKVI_RUN_(1)
+            TKVI_RUN_(2)
+            TKVI_RUN_(3)
+            TKVI_RUN_(4)
+            TKVI_RUN_(5)
+            TKVI_RUN_(6)
+            TKVI_RUN_(8)
+        default: break;
+        }
+}
+#undef TKVI_RUN_
 
 /* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
@@ -6450,34 +6887,24 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
 TKVI_DOTS_AVX512_(1)
 TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
-TKVI_DOTS_AVX512_(6)
-TKVI_DOTS_AVX512_(8)
 #undef TKVI_DOTS_AVX512_
-#undef TKVI_ROWS_
-#undef TKVI_ZERO_
-#undef TKVI_MAC_
-#undef TKVI_SAVE_
 
-/* How many weight rows to take at once: 1, 2, 4, 6 or 8. A row beyond the last one is zero. */
-static int tkvi_pass_avx512(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
-
-/* All weight rows, in the passes that registers allow. */
-static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
-    static const tkvi_dot dots[2][5] = {
-        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512, tkvi_dot_k6_avx512, tkvi_dot_k8_avx512},
-        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512, tkvi_dot_v6_avx512, tkvi_dot_v8_avx512},
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+static void tkvi_dot_avx512(tkvi_products *d, int rows) {
+    static const tkvi_dot dots[2][3] = {
+        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
+        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512},
     };
-    int left, nw;
-    for (left = weight_rows; left > 0; left -= nw) {
-        nw = tkvi_pass_avx512(left);
-        dots[d->s->which][nw / 2](d);
-        d->w += nw * d->w_stride;
-        d->sum += nw * TKVI_BLOCK;
-    }
+    tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
-                                             tkvi_unfold_avx512, TKVI_BIAS_AVX512};
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512,
+                                             tkvi_fold_k_avx512,
+                                             tkvi_fold_v_avx512,
+                                             tkvi_dot_avx512,
+                                             tkvi_unfold_avx512,
+                                             TKVI_BIAS_AVX512,
+                                             128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {
@@ -6490,6 +6917,43 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
     tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
 }
 
+/* Four rows at once; rows that are not there repeat the last one. */
+static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, t, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const float *row[4];
+        TKVI_ALIGNED float top[4];
+        __m512 most[4], sums[4];
+        __m128 high;
+        __mmask8 sees;
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) {
+            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
+            most[r] =
+                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
+                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
+            sums[r] = _mm512_setzero_ps();
+        }
+        high = tkvi_max4_avx512(most);
+        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        seen += (int)sees;
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        _mm_mask_storeu_ps(m + first, sees, high);
+        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
+        for (r = 0; r < nr; r++)
+            for (t = 0; t < TKVI_BLOCK; t += 16) {
+                const __m512 y =
+                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
+                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
+                sums[r] = _mm512_add_ps(sums[r], y);
+            }
+        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+    }
+    return seen;
+}
+
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
@@ -6498,6 +6962,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
+    tkvi_weigh_avx512,
 };
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -10170,9 +10635,6 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
 #define TKVI_ATTEND_H
 
 
-#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
-#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
@@ -10251,8 +10713,10 @@ typedef struct tkvi_unit {
     int n_queries, head; /* of the sequence; KV head */
     int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
     int k_pad, v_pad;
-    int chunk, n_chunks; /* blocks per part, parts */
-    int low, high;       /* positions that any row sees: low .. high-1 */
+    int chunk, n_chunks;   /* blocks per part, parts */
+    int low, high;         /* positions that any row sees: low .. high-1 */
+    int all_low, all_high; /* those that all rows see */
+    int changes;           /* scores are more than products: softcap, ALiBi, masks */
 } tkvi_unit;
 
 /* Row r of a unit. */
@@ -10291,13 +10755,16 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(4, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->list->len;
-    u->high = 0;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
+    u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
     for (r = 0; r < u->rows; r++) {
         int low, high;
         tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
         u->low = tkvi_min(u->low, low);
         u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
     }
 }
 
@@ -10439,8 +10906,9 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    for (r = 0; r < u->rows; r++)
-        tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
+    if (u->changes || end - start < TKVI_BLOCK || start < u->all_low || end > u->all_high)
+        for (r = 0; r < u->rows; r++)
+            tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
     return 1;
 }
 
@@ -10473,7 +10941,8 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
-    memset(sums->o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
+    for (space = 0; space < tkvi_spaces(u); space++)
+        memset(sums->o + space * stride, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far[r] = 0.0f;
@@ -10481,29 +10950,20 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
-        int seen = 0;
+        float before[TKVI_ROWS], sum[TKVI_ROWS];
         if (!tkvi_block_scores(u, q, i, scores)) continue;
+        memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
+        if (!kv->kernels->weigh(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
-            const float *s = scores + r * TKVI_BLOCK;
-            float *w = p + r * TKVI_BLOCK, most = kv->kernels->max64(s);
-            if (TKVI_IS_HIDDEN(most)) {
-                memset(w, 0, TKVI_BLOCK * sizeof(float));
-                continue;
+            if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
+                float shrink = expf(before[r] - sums->m[r]);
+                for (space = 0; space < tkvi_spaces(u); space++)
+                    tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                sums->l[r] *= shrink;
+                sums->far[r] *= shrink * shrink;
             }
-            seen = 1;
-            if (most > sums->m[r]) {
-                if (!TKVI_IS_HIDDEN(sums->m[r])) { /* else o and l are still 0 */
-                    float shrink = expf(sums->m[r] - most);
-                    for (space = 0; space < tkvi_spaces(u); space++)
-                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
-                    sums->l[r] *= shrink;
-                    sums->far[r] *= shrink * shrink;
-                }
-                sums->m[r] = most;
-            }
-            sums->l[r] += kv->kernels->exp64(s, sums->m[r], w);
+            sums->l[r] += sum[r];
         }
-        if (!seen) continue;
         if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
         kv->kernels->v[rec->v.format->stored](

@@ -21,9 +21,6 @@
 
 #include "metric.h"
 
-#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
-#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
@@ -102,8 +99,10 @@ typedef struct tkvi_unit {
     int n_queries, head; /* of the sequence; KV head */
     int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
     int k_pad, v_pad;
-    int chunk, n_chunks; /* blocks per part, parts */
-    int low, high;       /* positions that any row sees: low .. high-1 */
+    int chunk, n_chunks;   /* blocks per part, parts */
+    int low, high;         /* positions that any row sees: low .. high-1 */
+    int all_low, all_high; /* those that all rows see */
+    int changes;           /* scores are more than products: softcap, ALiBi, masks */
 } tkvi_unit;
 
 /* Row r of a unit. */
@@ -142,13 +141,16 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(4, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->list->len;
-    u->high = 0;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
+    u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
     for (r = 0; r < u->rows; r++) {
         int low, high;
         tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
         u->low = tkvi_min(u->low, low);
         u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
     }
 }
 
@@ -290,8 +292,9 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    for (r = 0; r < u->rows; r++)
-        tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
+    if (u->changes || end - start < TKVI_BLOCK || start < u->all_low || end > u->all_high)
+        for (r = 0; r < u->rows; r++)
+            tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
     return 1;
 }
 
@@ -324,7 +327,8 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
-    memset(sums->o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
+    for (space = 0; space < tkvi_spaces(u); space++)
+        memset(sums->o + space * stride, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far[r] = 0.0f;
@@ -332,29 +336,20 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
-        int seen = 0;
+        float before[TKVI_ROWS], sum[TKVI_ROWS];
         if (!tkvi_block_scores(u, q, i, scores)) continue;
+        memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
+        if (!kv->kernels->weigh(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
-            const float *s = scores + r * TKVI_BLOCK;
-            float *w = p + r * TKVI_BLOCK, most = kv->kernels->max64(s);
-            if (TKVI_IS_HIDDEN(most)) {
-                memset(w, 0, TKVI_BLOCK * sizeof(float));
-                continue;
+            if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
+                float shrink = expf(before[r] - sums->m[r]);
+                for (space = 0; space < tkvi_spaces(u); space++)
+                    tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                sums->l[r] *= shrink;
+                sums->far[r] *= shrink * shrink;
             }
-            seen = 1;
-            if (most > sums->m[r]) {
-                if (!TKVI_IS_HIDDEN(sums->m[r])) { /* else o and l are still 0 */
-                    float shrink = expf(sums->m[r] - most);
-                    for (space = 0; space < tkvi_spaces(u); space++)
-                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
-                    sums->l[r] *= shrink;
-                    sums->far[r] *= shrink * shrink;
-                }
-                sums->m[r] = most;
-            }
-            sums->l[r] += kv->kernels->exp64(s, sums->m[r], w);
+            sums->l[r] += sum[r];
         }
-        if (!seen) continue;
         if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
         kv->kernels->v[rec->v.format->stored](

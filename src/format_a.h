@@ -260,10 +260,10 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
     const float *mean = s->mean ? s->mean : none;
     int width, p = 0;
+    help->logs(log, s->pad, s->top, scale); /* rubbish where there are no bits */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
         if (n == 0) continue;
-        help->logs(log + p, n, s->top, scale + p);
         help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
                     zero + p);
         p += n;

@@ -10,7 +10,13 @@
  *   K: q.k = sum_c q_c (scale_c code_c + zero_c). Fold w_c = q_c scale_c, round w to 8 bits (one plane) or
  *      15 (two planes, hi * 128 + lo), multiply by codes in integers, and take the rest in floats:
  *      step * (sum w code - sum w centre) + sum_c q_c (zero_c - ref_c + centre scale_c)
- *   V: the same with weights p_t scale_t per token, per group of channels.
+ *   V: the same with weights p_t scale_t per token, per group of channels; they have no sign, so one plane is
+ *      0..255.
+ * How many planes? A weight that is rounded to 1/127 of the largest adds an error that grows with the spread of
+ * the codes it meets; the format itself errs by a third of a step, however wide. So in K tiles of 5 bits and more
+ * (KIVI: 4) always have two planes, the others one, unless a row has a few weights that tower over the rest
+ * (TKVI_NEEDS_TWO).
+ * The same in V, by whole blocks: a side with wide tiles asks for two planes everywhere.
  * KIVI, and the int8 folding measured in ggml's rivals, describe the fold; centre terms from the float
  * query keep the rounding away from the mean of the codes.
  *
@@ -26,7 +32,9 @@
 
 #define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_PLANE 127
+#define TKVI_PLANE_V 255
 #define TKVI_TWO_PLANES (127 * 128)
+#define TKVI_WIDE 5 /* bits of tiles that want two planes */
 
 /* `next` is the side that the same kernel reads next (K of the following block, or V), or NULL: its s->bytes
  * are prefetched between the products, a line here and there. A burst of prefetches stalls, and hardware
@@ -35,7 +43,7 @@
  * scores beyond them are finite rubbish. Exact sides have rows for n tokens at least: read no further. */
 typedef void (*tkvi_k_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores);
-/* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], zero beyond n. */
+/* out[row][pad] += sum_t p[row][t] v[t]. p: [rows][64], not negative, zero beyond n. */
 typedef void (*tkvi_v_kernel)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                               int rows, int n, int planes, float *out);
 
@@ -48,14 +56,37 @@ typedef struct tkvi_kernels {
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float max, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
+    /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
+     * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
+    int (*weigh)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
-/* Planes of q and p that keep arithmetic below a tenth of the format's own error: one 8-bit plane is enough
- * where the codes are as coarse as 2 bits. */
+#define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
+#define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
+
+static int tkvi_weigh_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
+                           const float *s, int rows, float *m, float *sum, float *p) {
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = max64(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = exp64(s, m[r], p);
+        seen++;
+    }
+    return seen;
+}
+
+/* The planes to ask a kernel for: 2 everywhere, or 1: as few as tiles and weights allow. */
 static int tkvi_planes(const tkvi_side *s, int precise) {
     int width;
-    for (width = TKVI_MAX_WIDTH; width > 2; width--)
-        if (s->runs.n[width]) return 2;
+    if (s->which == TKV_V)
+        for (width = TKVI_MAX_WIDTH; width >= TKVI_WIDE; width--)
+            if (s->runs.n[width]) return 2;
     return precise ? 2 : 1;
 }
 
@@ -101,24 +132,92 @@ TKVI_EXACT_KERNEL_(bf16)
 #undef TKVI_EXACT_KERNEL_
 
 /* >>tiles */
-/* Rounds n weights to integers of at most `top`; returns the step. Zero weights give step 0. */
-static float tkvi_round_weights(const float *w, int n, int top, int *rounded) {
-    float most = 0.0f, inverse;
+/* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
+ * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
+ * large key in a block has all its codes at the ends, and exactly. Pairs of R15 are like a code of 1.5 bits. */
+static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
+                                                {0.0f, 3.0f, 14.0f, 74.0f, 340.0f}};
+
+/* From so many bits on tiles of K have two planes in any case. */
+static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
+
+/* Places with such tiles. */
+static int tkvi_wide_places(const tkvi_side *s) {
+    int width, n = 0;
+    for (width = TKVI_MAX_WIDTH; width >= tkvi_wide_k(s); width--) n += 4 * s->runs.n[width];
+    return n;
+}
+
+/* The spread that weights of one plane meet in a block: of all channels (K), of 64 tokens (V, codes of a width). */
+static float tkvi_coarse_k(const tkvi_side *s) {
+    float sum = 0.0f;
+    int width;
+    for (width = 1; width < tkvi_wide_k(s); width++)
+        sum += tkvi_spread[!s->format->shared][width] * (float)(4 * s->runs.n[width]);
+    return sum;
+}
+
+static float tkvi_coarse_v(const tkvi_side *s, int width) {
+    if (s->pairs) width = 2;
+    return width < TKVI_WIDE ? tkvi_spread[!s->format->shared][width] * (float)TKVI_BLOCK : 0.0f;
+}
+
+/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error? Rounding errs by
+ * step^2 spread / 12 a weight, step = most / top, the format by w^2. */
+#define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
+#define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
+    ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
+
+static float tkvi_largest_weight(const float *w, int n) {
+    float most = 0.0f;
     int i;
     for (i = 0; i < n; i++) {
         float a = w[i] < 0.0f ? -w[i] : w[i];
         most = a > most ? a : most;
     }
-    inverse = most > 0.0f ? (float)top / most : 0.0f;
-    if (!tkvi_is_finite(inverse)) inverse = 0.0f; /* weights below 1e-34 contribute nothing */
-    for (i = 0; i < n; i++) rounded[i] = tkvi_max(-top, tkvi_min(top, tkvi_rne(w[i] * inverse)));
-    return inverse > 0.0f ? most / (float)top : 0.0f;
+    return most;
+}
+
+/* w times `by` as integers of at most `top`. */
+static int tkvi_rounded(float w, float by, int top) {
+    return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
+}
+
+static float tkvi_inverse(float top, float most) {
+    float inverse = most > 0.0f ? top / most : 0.0f;
+    return tkvi_is_finite(inverse) ? inverse : 0.0f; /* weights below 1e-34 contribute nothing */
+}
+
+/* Weights of K in units of the second plane; returns their step. */
+static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
+    float most = tkvi_largest_weight(w, s->pad), squares = 0.0f;
+    float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
+    int wide = tkvi_wide_places(s), i;
+    for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
+    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_PLANE)) wide = s->pad;
+    for (i = 0; i < s->pad; i++)
+        rounded[i] =
+            i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_PLANES) : 128 * tkvi_rounded(w[i], one, TKVI_PLANE);
+    return two > 0.0f ? most / (float)TKVI_TWO_PLANES : 0.0f;
+}
+
+/* The largest weight of V in one plane. Levels of a table are signed: beside them there is room for seven bits. */
+static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
+
+static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
+    float most = tkvi_largest_weight(w, TKVI_BLOCK), squares = 0.0f, by;
+    int top = tkvi_top_v(s), t;
+    for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
+    if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
+    by = tkvi_inverse((float)top, most);
+    for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
+    return by > 0.0f ? most / (float)top : 0.0f;
 }
 
 static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, g, r, t, i, c;
+    int g, r, t, i, c;
     (void)next;
     s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
     for (r = 0; r < rows; r++)
@@ -127,7 +226,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
             tkvi_tile_at at = tkvi_tiles(&s->runs);
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_weights(folded, s->pad, top, w);
+            step = tkvi_round_k(s, folded, planes, w);
             memset(sum, 0, sizeof sum);
             for (width = TKVI_MAX_WIDTH; width > 0; width--)
                 for (i = 0; i < s->runs.n[width]; i++, position += 4) {
@@ -155,7 +254,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                                 int rows, int n, int planes, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    int top = planes == 2 ? TKVI_TWO_PLANES : TKVI_PLANE, r, t, i, c, width, slab = 0; /* first channel */
+    int r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
@@ -173,7 +272,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
                 int w[TKVI_BLOCK], sum[32];
                 for (t = 0; t < TKVI_BLOCK; t++) folded[t] = t < n ? p[r * TKVI_BLOCK + t] * sc[t] : 0.0f;
-                step = tkvi_round_weights(folded, TKVI_BLOCK, top, w);
+                step = tkvi_round_v(s, folded, width, planes, w);
                 memset(sum, 0, sizeof sum);
                 for (t = 0; t < n; t++) {
                     const uint8_t *codes = tile[t / 16] + t % 16 / 4 * 64 + t % 4;
@@ -267,6 +366,10 @@ static float tkvi_max64_scalar(const float *s) {
     return max;
 }
 
+static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_weigh_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+}
+
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
@@ -275,6 +378,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     &tkvi_helpers_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
+    tkvi_weigh_scalar,
 };
 
 #endif /* TKVI_KERNELS_H */

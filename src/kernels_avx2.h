@@ -890,104 +890,207 @@ TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_
     }
 }
 
+/* 16 weights of 16 bits in order. */
+TKVI_FLAT_AVX2 __m256i tkvi_shorts_avx2(__m256 a, __m256 b) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
+}
+
+/* 16 weights of up to 8 bits as bytes. */
+TKVI_FLAT_AVX2 void tkvi_save_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
+    const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
+    _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+
+/* top / m, 0 where m is as good as 0. */
+TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
+    return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
+}
+
+/* Which of four rows want two planes, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+    return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
+                                        _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
+}
+
 /* Four rows go together so that their horizontal sums do. */
-TKVI_FLAT_AVX2 void tkvi_fold4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
+    const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const float *x = a->x + first * a->n;
-    __m256 most[4], rest[4];
-    __m256i middle[4];
-    __m128 m, inverse;
+    __m256 most[4], rest[4], squares[4];
+    __m256i middle[4], middle_lo[4];
+    __m128 m;
     float by[4];
-    int i, r;
+    int i, r, tower, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = _mm256_setzero_ps();
-        middle[r] = _mm256_setzero_si256();
+        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
+        middle[r] = middle_lo[r] = _mm256_setzero_si256();
     }
     for (i = 0; i < a->n; i += 8) {
         __m256 scale = _mm256_loadu_ps(a->scale + i);
         __m256i twice =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
         __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
-        __m256 zero = _mm256_loadu_ps(a->zero + i);
-        if (a->ref) zero = _mm256_sub_ps(zero, _mm256_loadu_ps(a->ref + i));
+        __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
         }
     }
     m = tkvi_max4_avx2(most);
-    inverse = _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f))); /* as if smaller were 0 */
-    _mm_storeu_ps(by, inverse);
-    _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
+    tower = tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_PLANE);
+    if (a->planes == 2) tower = 15;
+    if (tower) second = a->n;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1);
-            __m256 y = _mm256_set1_ps(by[r]);
-            __m256i k = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(u, y)),
-                                           _mm256_cvtps_epi32(_mm256_mul_ps(v, y)));
-            k = _mm256_permute4x64_epi64(k, 0xd8); /* 16 weights of 16 bits in order */
-            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            if (a->planes == 2) { /* k = 128 hi + lo, lo 0..127 */
-                __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16(127));
-                _mm_storeu_si128(
-                    (__m128i *)(void *)(w + a->w_stride),
-                    _mm_packs_epi16(_mm256_castsi256_si128(lo), _mm256_extracti128_si256(lo, 1)));
-                k = _mm256_srai_epi16(k, 7);
+            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
+            const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
+            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0), inverse);
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1), inverse);
+            __m256i k = tkvi_shorts_avx2(u, v);
+            if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
+                __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
+                wide = _mm256_set1_epi16((short)((tower >> r & 1 ? a->n : a->wide) - i));
+                wide = _mm256_cmpgt_epi16(wide, places);
+                lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
+                middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
+                tkvi_save_weights_avx2(a->lo + at, lo, 1);
+                k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
             }
-            _mm_storeu_si128((__m128i *)(void *)w,
-                             _mm_packs_epi16(_mm256_castsi256_si128(k), _mm256_extracti128_si256(k, 1)));
+            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
+            tkvi_save_weights_avx2(a->w + at, k, 1);
         }
     }
-    middle[0] =
-        _mm256_hadd_epi32(_mm256_hadd_epi32(middle[0], middle[1]), _mm256_hadd_epi32(middle[2], middle[3]));
-    _mm_storeu_si128(
-        (__m128i *)(void *)(f->middle + first),
-        _mm_add_epi32(_mm256_castsi256_si128(middle[0]), _mm256_extracti128_si256(middle[0], 1)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx2(middle));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx2(middle_lo));
+    return second;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_fold_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
-    int r, left = rows * a->planes % 4;
-    for (r = 0; r < rows; r += 4) {
-        if (rows - r == 1) tkvi_fold4_avx2(a, r, 1, f);
-        else if (rows - r == 2) tkvi_fold4_avx2(a, r, 2, f);
-        else if (rows - r == 3) tkvi_fold4_avx2(a, r, 3, f);
-        else tkvi_fold4_avx2(a, r, 4, f);
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+    const float *p = a->x + first * TKVI_BLOCK;
+    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 most[4], rest[4], squares[4];
+    __m256i sum[4], sum_lo[4];
+    __m128 m;
+    float by[4], top[4];
+    int i, r, tower;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
+        sum[r] = sum_lo[r] = _mm256_setzero_si256();
     }
-    if (left == 3) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
+    for (i = 0; i < TKVI_BLOCK; i += 8) {
+        const __m256 scale = _mm256_loadu_ps(a->scale + i);
+        const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m256 v = _mm256_loadu_ps(p + r * TKVI_BLOCK + i), y = _mm256_mul_ps(v, scale);
+            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
+            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
+            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
+        }
+    }
+    m = tkvi_max4_avx2(most);
+    tower = a->planes == 2 ? 15 : tkvi_tower_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
+    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
+    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
+    for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_loadu_ps(top)));
+    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    for (i = 0; i < TKVI_BLOCK; i += 16) {
+        const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const int at = (first + r) * TKVI_BLOCK + i;
+            const __m256 inverse = _mm256_set1_ps(by[r]);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i + 8), scale1);
+            __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
+            k = _mm256_max_epi16(k, _mm256_setzero_si256());
+            if (tower) {
+                const int two = tower >> r & 1;
+                const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
+                sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
+                tkvi_save_weights_avx2(a->lo + at, lo, 0);
+                if (two) k = _mm256_srai_epi16(k, 7);
+            }
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
+            tkvi_save_weights_avx2(a->w + at, k, 0);
+        }
+    }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    return tower;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, int planes, const tkvi_fold *f, int r,
-                                              int n, int add, float *out) {
-    const __m256 half_step = _mm256_set1_ps(f->half_step[r]), rest = _mm256_set1_ps(f->rest[r]);
-    const __m256i middle = _mm256_set1_epi32(f->middle[r]);
-    int i;
-    for (i = 0; i < n; i += 8) {
-        __m256i x = tkvi_ints_avx2(sum + i);
-        __m256 y;
-        if (planes == 2) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(sum + TKVI_BLOCK + i));
-        y = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_slli_epi32(x, 1), middle));
-        y = _mm256_fmadd_ps(y, half_step, rest);
-        _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
+static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, f)
+                                  : rows - r == 3 ? tkvi_fold_k4_avx2(a, r, 3, f)
+                                                  : tkvi_fold_k4_avx2(a, r, 4, f));
+    return second;
+}
+
+static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
+                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
+                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
+                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+    return second;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t *lo, int stride,
+                                              const tkvi_fold *f, int rows, int n, int add, float *out,
+                                              int out_stride) {
+    int i, r;
+    for (r = 0; r < rows; r++, sum += stride, lo += lo ? stride : 0, out += out_stride) {
+        const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
+        const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
+        const __m256 step = _mm256_set1_ps(step_r);
+        const __m256 rest = _mm256_set1_ps(f->rest[r] - (middle & 1 ? 0.5f * step_r : 0.0f));
+        const __m256i base = _mm256_set1_epi32(middle >> 1);
+        for (i = 0; i < n; i += 8) {
+            __m256i x = tkvi_ints_avx2(sum + i);
+            __m256 y;
+            if (lo) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(lo + i));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(x, base)), step, rest);
+            _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
+        }
     }
 }
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63.
- * With a table, levels are the signed operand and the size of a weight the unsigned one, 2 * 127 * 127: each
- * pair of products goes to 32 bits by itself. `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(__m256i c, __m256i u, __m256i e, __m256i v, __m256i unit) {
-    return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(c, u), _mm256_maddubs_epi16(e, v)), unit);
+ * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and
+ * with the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
+ * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself.
+ * `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
+TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
+                                     __m256i unit) {
+    const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
+    const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
+    return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
@@ -1002,8 +1105,8 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     if (r < nw) {                                                                                            \
         u = _mm256_set1_epi32(tkvi_four(w + r * stride));                                                    \
         v = _mm256_set1_epi32(tkvi_four(w + r * stride + 4 * both));                                         \
-        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(c[0], u, e[0], v, unit));                                \
-        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(c[1], u, e[1], v, unit));                                \
+        a##r = _mm256_add_epi32(a##r, tkvi_two_avx2(v_side, c[0], u, e[0], v, unit));                        \
+        b##r = _mm256_add_epi32(b##r, tkvi_two_avx2(v_side, c[1], u, e[1], v, unit));                        \
     }
 #define TKVI_LEVELED4_(r)                                                                                    \
     if (r < nw) {                                                                                            \
@@ -1018,31 +1121,32 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     }
 #define TKVI_SAVE4_(r)                                                                                       \
     if (r < nw) {                                                                                            \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK), a##r);                                \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * TKVI_BLOCK + apart), b##r);                        \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to), a##r);                                        \
+        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to + apart), b##r);                                \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b; nw weight rows, sum[weight row][64].
- * Two tiles a step. */
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
 TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
     const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, apart = 16;
+    const int stride = TKV_MAX_HEAD_DIM, to = TKVI_BLOCK, apart = 16, v_side = 0;
     const uint8_t *wide = d->wide;
     const int8_t *w0 = d->w + h * d->w_group;
     int32_t *sum = d->sum + 32 * h + 8 * b;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int half = d->half, width, i, part;
+    int half = d->half, left = d->tiles, width, i, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
     if (s->levels) table = tkvi_levels_avx2(s->levels);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width], n = s->runs.n[width];
+        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
+        const int n = tkvi_min(s->runs.n[width], left);
+        left -= n;
         for (part = 0; part < 1 + (width == 8); part++) {
             const uint8_t *tile = wide;
             const int8_t *w = w0;
             unit = _mm256_set1_epi16(part ? 16 : 1);
             for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
                 const int both = i + 1 < n;
-                if (h == 0 && b == 0) {
+                if (d->ahead && h == 0 && b == 0) {
                     tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
                     tkvi_prefetch_rest(d);
                     tkvi_prefetch_rest(d);
@@ -1074,7 +1178,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
  * `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
     const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, apart = 8, both = 1;
+    const int stride = TKVI_BLOCK, to = TKV_MAX_HEAD_DIM, apart = 8, both = 1, v_side = 1;
     const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
@@ -1086,8 +1190,10 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            tkvi_prefetch_bytes(tile, bytes, d->ahead);
-            tkvi_prefetch_rest(d);
+            if (d->ahead) {
+                tkvi_prefetch_bytes(tile, bytes, d->ahead);
+                tkvi_prefetch_rest(d);
+            }
             for (h = 0; h < 2; h++, w += 8) {
                 tkvi_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
                 tkvi_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
@@ -1109,8 +1215,8 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
     int slab;
-    for (slab = 0; slab < d->slabs + d->pairs; slab++)
-        tkvi_dot_vs_avx2(d, d->pairs ? 0 : 4 * slab, d->pairs && slab, d->sum + 16 * slab, nw);
+    for (slab = 0; slab < d->slabs << d->pairs; slab++)
+        tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, d->sum + 16 * slab, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -1126,22 +1232,17 @@ TKVI_DOTS_AVX2_(4)
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
 
-/* All weight rows, in the passes that registers allow: 1, 2 or 4. A row beyond the last one is zero. */
-static void tkvi_multiply_avx2(tkvi_products *d, int weight_rows) {
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
         {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
     };
-    int left;
-    for (left = weight_rows; left > 0; left -= 4) {
-        dots[d->s->which][tkvi_min(left - 1, 2)](d);
-        d->w += 4 * d->w_stride;
-        d->sum += 4 * TKVI_BLOCK;
-    }
+    tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_avx2, tkvi_multiply_avx2,
-                                           tkvi_unfold_avx2, 0};
+static const tkvi_steps tkvi_steps_avx2 = {
+    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, tkvi_unfold_avx2, 0, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {
@@ -1154,6 +1255,10 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
     tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
+static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_weigh_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+}
+
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
@@ -1162,6 +1267,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
+    tkvi_weigh_avx2,
 };
 
 #endif /* TKVI_X86 */

@@ -61,7 +61,7 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
         bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
+        _mm512_storeu_ps(dst + i, _mm512_castsi512_ps(bits));
     }
 }
 
@@ -74,7 +74,7 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
         __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
         by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
         x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_mask_storeu_ps(dst + i, m, x);
+        _mm512_storeu_ps(dst + i, x);
     }
 }
 
@@ -468,24 +468,27 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
+/* exp(x) for x <= 0, 0 below -87: 2^n 2^r, |r| <= 1/2. The polynomial is a minimax fit with 2^0 = 1;
+ * error 9e-08, and what rounding z costs: 6e-8 of x. */
+TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
+    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 n = _mm512_roundscale_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(z, n);
+    __m512 y = _mm512_set1_ps(1.326472728e-03f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(some, y, n);
+}
+
 static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, float *p) {
     __m512 sum = _mm512_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
-        __m512 x = _mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)), n, r, y;
-        __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-        n = _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-        r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-        r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-        y = _mm512_fmadd_ps(_mm512_set1_ps(1.9875691500e-4f), r, _mm512_set1_ps(1.3981999507e-3f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-        y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-        y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-        y = _mm512_maskz_scalef_ps(some, y, n);
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
         _mm512_storeu_ps(p + t, y);
         sum = _mm512_add_ps(sum, y);
     }
@@ -629,92 +632,101 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 }
 
 /* >>tiles */
-/* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
-TKVI_FLAT_AVX512 void tkvi_merge_avx512(__m512i *codes, __m512i a, __m512i b, int mask) {
-    codes[0] = _mm512_or_si512(codes[0], _mm512_and_si512(a, _mm512_set1_epi8((char)mask)));
-    codes[1] = _mm512_or_si512(codes[1], _mm512_and_si512(b, _mm512_set1_epi8((char)mask)));
+/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
+ * moves bits into the neighbour byte, the mask takes them away. */
+TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
+    if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
+    if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
+    return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_shifted_avx512(const uint8_t *p, int right) {
-    return _mm512_srl_epi16(tkvi_bytes_avx512(p), _mm_cvtsi32_si128(right));
-}
-
-/* Codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for what stands where. */
-TKVI_FLAT_AVX512 void tkvi_codes_avx512(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
-                                        uintptr_t ahead, const __m512i *table, __m512i *codes) {
-    __m512i x;
-    codes[0] = codes[1] = _mm512_setzero_si512();
-    if (width >= 4) {
-        const int at = (width == 8 ? 128 : 64) * h;
-        tkvi_prefetch(wide + at, ahead);
-        x = tkvi_bytes_avx512(wide + at);
-        if (width == 8) {
-            tkvi_prefetch(wide + at + 64, ahead);
-            codes[0] = x;
-            codes[1] = tkvi_bytes_avx512(wide + at + 64);
-            return;
-        }
-        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 4), 15);
-        if (width == 6) {
-            if (h) tkvi_prefetch(wide + 128, ahead);
-            x = tkvi_shifted_avx512(wide + 128, 4 * h);
-            tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 2), 48);
-        }
-    } else if (width >= 2) {
-        if (h) tkvi_prefetch(wide, ahead);
-        x = tkvi_shifted_avx512(wide, 4 * h);
-        tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 2), 3);
+/* The codes of one tile as bytes, plane by plane; see tile.h for what stands where. */
+TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                         __m512i *code) {
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+    int p;
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        return;
+    }
+    if (low == 4) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++)
+            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+    } else if (low == 2) {
+        const __m512i x = tkvi_bytes_avx512(wide);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
+    }
+    if (width == 6) {
+        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
     }
     if (width & 1) {
-        const uint8_t *top = tops + (half >> 1) * 64;
-        x = tkvi_shifted_avx512(top, (half & 1) * 4 + 2 * h);
-        if (width == 1) tkvi_merge_avx512(codes, x, _mm512_srli_epi16(x, 1), 1);
-        else if (width == 3) tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 2), _mm512_slli_epi16(x, 1), 4);
-        else tkvi_merge_avx512(codes, _mm512_slli_epi16(x, 4), _mm512_slli_epi16(x, 3), 16);
-    }
-    if (table) {
-        codes[0] = _mm512_shuffle_epi8(*table, codes[0]);
-        codes[1] = _mm512_shuffle_epi8(*table, codes[1]);
+        const __m512i x =
+            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
+            code[p] = width == 1 ? top : _mm512_or_si512(code[p], top);
+        }
     }
 }
 
 #define TKVI_BIAS_AVX512 127
 
-/* The 16 biased levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+/* The 16 levels in each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels, int bias) {
     __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8(TKVI_BIAS_AVX512));
+    return _mm512_add_epi8(x, _mm512_set1_epi8((char)bias));
+}
+
+/* 64 neighbours from four vectors that were packed to bytes. */
+TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    x);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Which of four rows want two planes, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+    return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
+                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
 /* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
-TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const __m128 top = _mm_set1_ps(a->planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE);
-    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
     const float *x = a->x + first * a->n;
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
-    __m512 most[4], rest[4];
-    __m512i middle[4], middle_hi[4];
+    __m512 most[4], rest[4], squares[4];
+    __m512i middle[4], middle_lo[4];
     __m128 m, inverse;
-    float by[4];
-    int i, j, r;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int i, j, r, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = _mm512_setzero_ps();
-        middle[r] = middle_hi[r] = _mm512_setzero_si512();
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        middle[r] = middle_lo[r] = _mm512_setzero_si512();
     }
     for (i = 0; i < a->n; i += 16) {
         __m512 scale = _mm512_loadu_ps(a->scale + i);
         __m512i twice =
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
         __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
-        __m512 zero = _mm512_loadu_ps(a->zero + i);
-        if (a->ref) zero = _mm512_sub_ps(zero, _mm512_loadu_ps(a->ref + i));
+        __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
             _mm512_store_ps(folded[r] + i, y);
         }
     }
@@ -723,159 +735,337 @@ TKVI_FLAT_AVX512 void tkvi_fold4_avx512(const tkvi_folding *a, int first, const 
         for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
     }
     m = tkvi_max4_avx512(most);
-    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m);
-    _mm_storeu_ps(by, inverse);
-    _mm_storeu_ps(f->half_step + first, _mm_div_ps(_mm_mul_ps(m, _mm_set1_ps(0.5f)), top));
+    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
+    if (a->planes == 2) tower = 15;
+    if (tower) second = a->n;
+    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
+                               _mm_set1_ps((float)TKVI_PLANE), m);
+    _mm_store_ps(by, inverse);
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
     _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
     for (i = 0; i < a->n; i += 64) {
-        __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            int8_t *w = a->w + (first + r) * a->planes * a->w_stride + i;
-            __m512i v[4], hi;
+            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
+            const __m512 inverse_r = _mm512_set1_ps(by[r]);
+            __m512 y[4];
+            __m512i v[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                __m512 y = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), _mm512_set1_ps(by[r]));
-                v[j] = _mm512_cvt_roundps_epi32(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+                y[j] = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), inverse_r);
+                v[j] = tkvi_nearest_avx512(y[j]);
             }
             v[0] = _mm512_packs_epi32(v[0], v[1]);
             v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (a->planes == 2) { /* v = 128 hi + lo, lo 0..127 */
-                hi = _mm512_packs_epi16(_mm512_srai_epi16(v[0], 7), _mm512_srai_epi16(v[1], 7));
-                hi = _mm512_permutexvar_epi32(in_order, hi);
-                _mm512_storeu_si512((void *)w, hi);
-                middle_hi[r] = _mm512_dpbusd_epi32(middle_hi[r], c, hi);
-                v[0] = _mm512_and_si512(v[0], _mm512_set1_epi16(127));
-                v[1] = _mm512_and_si512(v[1], _mm512_set1_epi16(127));
-                w += a->w_stride;
+            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
+                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+                const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
+                __m512i u[4], full, lo;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    u[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[j], _mm512_set1_ps(128.0f)));
+                u[0] = _mm512_packs_epi32(u[0], u[1]);
+                u[1] = _mm512_packs_epi32(u[2], u[3]);
+                full = tkvi_in_order_avx512(
+                    _mm512_packs_epi16(_mm512_srai_epi16(u[0], 7), _mm512_srai_epi16(u[1], 7)));
+                lo = tkvi_in_order_avx512(_mm512_packs_epi16(_mm512_and_si512(u[0], _mm512_set1_epi16(127)),
+                                                             _mm512_and_si512(u[1], _mm512_set1_epi16(127))));
+                lo = _mm512_maskz_mov_epi8(wide, lo);
+                _mm512_storeu_si512((void *)(a->lo + at), lo);
+                middle_lo[r] = _mm512_dpbusd_epi32(middle_lo[r], c, lo);
+                v[0] = _mm512_mask_mov_epi8(tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1])), wide, full);
+            } else {
+                v[0] = tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1]));
             }
-            v[0] = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(v[0], v[1]));
-            _mm512_storeu_si512((void *)w, v[0]);
+            _mm512_storeu_si512((void *)(a->w + at), v[0]);
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx512(middle));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx512(middle_lo));
+    return second;
+}
+
+/* p has 64 tokens: it stays in registers from its products to its bytes. */
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+    const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
+    const float *p = a->x + first * TKVI_BLOCK;
+    __m512 y[4][4], most[4], rest[4], squares[4];
+    __m512i sum[4], sum_lo[4];
+    __m128 m, top;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int j, r;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) middle[r] = _mm512_add_epi32(middle[r], _mm512_slli_epi32(middle_hi[r], 7));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle + first), tkvi_isum4_avx512(middle));
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        sum[r] = sum_lo[r] = _mm512_setzero_si512();
+    }
+    TKVI_UNROLL
+    for (j = 0; j < 4; j++) {
+        const __m512 scale = _mm512_loadu_ps(a->scale + 16 * j);
+        const __m512 zero =
+            _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m512 v = _mm512_loadu_ps(p + r * TKVI_BLOCK + 16 * j);
+            y[r][j] = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
+            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y[r][j], y[r][j], squares[r]);
+        }
+    }
+    m = tkvi_max4_avx512(most);
+    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
+    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    _mm_storeu_ps(f->step + first, _mm_div_ps(m, top));
+    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        const int at = (first + r) * TKVI_BLOCK;
+        const __m512 inverse = _mm512_set1_ps(by[r]);
+        __m512i v[4], lo = _mm512_setzero_si512();
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
+        v[0] = _mm512_packus_epi32(v[0], v[1]);
+        v[1] = _mm512_packus_epi32(v[2], v[3]);
+        if (tower) {
+            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+                lo = tkvi_in_order_avx512(
+                    _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
+                v[0] = _mm512_srli_epi16(v[0], 7);
+                v[1] = _mm512_srli_epi16(v[1], 7);
+            }
+            _mm512_storeu_si512((void *)(a->lo + at), lo);
+            sum_lo[r] = _mm512_dpbusd_epi32(sum_lo[r], lo, ones);
+        }
+        v[0] = tkvi_in_order_avx512(_mm512_packus_epi16(v[0], v[1]));
+        _mm512_storeu_si512((void *)(a->w + at), v[0]);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
+    }
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
+                     _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle)));
+    return tower;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_fold_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
-    int r;
-    for (r = 0; r < rows; r += 4) {
-        if (rows - r == 1) tkvi_fold4_avx512(a, r, 1, f);
-        else if (rows - r == 2) tkvi_fold4_avx512(a, r, 2, f);
-        else if (rows - r == 3) tkvi_fold4_avx512(a, r, 3, f);
-        else tkvi_fold4_avx512(a, r, 4, f);
-    }
-    if (rows * a->planes % 2) memset(a->w + rows * a->planes * a->w_stride, 0, (size_t)a->w_stride);
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, f)
+                                  : rows - r == 3 ? tkvi_fold_k4_avx512(a, r, 3, f)
+                                                  : tkvi_fold_k4_avx512(a, r, 4, f));
+    return second;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, int planes, const tkvi_fold *f, int r,
-                                                  int n, int add, float *out) {
-    const __m512 half_step = _mm512_set1_ps(f->half_step[r]), rest = _mm512_set1_ps(f->rest[r]);
-    const __m512i middle = _mm512_set1_epi32(f->middle[r]);
-    int i;
-    for (i = 0; i < n; i += 16) {
-        __m512i x = _mm512_loadu_si512((const void *)(sum + i));
-        __m512 y;
-        if (planes == 2)
-            x = _mm512_add_epi32(_mm512_slli_epi32(x, 7),
-                                 _mm512_loadu_si512((const void *)(sum + TKVI_BLOCK + i)));
-        y = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(x, 1), middle));
-        y = _mm512_fmadd_ps(y, half_step, rest);
-        _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, f)
+                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, f)
+                  : rows - r == 3 ? tkvi_fold_v4_avx512(a, r, 3, f)
+                                  : tkvi_fold_v4_avx512(a, r, 4, f);
+    return second;
+}
+
+TKVI_FLAT_AVX512 void tkvi_unfold_rows_avx512(const int32_t *sum, const int32_t *lo, int stride,
+                                              const tkvi_fold *f, int rows, int n, const int two,
+                                              const int add, float *out, int out_stride) {
+    int i, r;
+    for (r = 0; r < rows; r++, sum += stride, lo += two ? stride : 0, out += out_stride) {
+        const int middle = two ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
+        const float step_r = two ? f->step[r] / 128.0f : f->step[r];
+        const __m512 step = _mm512_set1_ps(step_r);
+        const __m512 rest = _mm512_set1_ps(f->rest[r] - 0.5f * (float)(middle & 1) * step_r);
+        const __m512i base = _mm512_set1_epi32(middle >> 1);
+        for (i = 0; i < n; i += 16) {
+            __m512i x = _mm512_loadu_si512((const void *)(sum + i));
+            __m512 y;
+            if (two)
+                x = _mm512_add_epi32(_mm512_slli_epi32(x, 7), _mm512_loadu_si512((const void *)(lo + i)));
+            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(x, base)), step, rest);
+            _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
+        }
     }
 }
 
-/* Accumulators a0..a7 and b0..b7. Named ones stay in registers with every compiler, arrays do not. */
-#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r;
-#define TKVI_MAC_(r)                                                                                         \
-    if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_four(w + r * stride));                                                 \
-        a##r = _mm512_dpbusd_epi32(a##r, x, four);                                                           \
-        b##r = _mm512_dpbusd_epi32(b##r, y, four);                                                           \
-    }
+static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int32_t *lo, int stride,
+                                                  const tkvi_fold *f, int rows, int n, int add, float *out,
+                                                  int out_stride) {
+    if (lo) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 1, add, out, out_stride);
+    else if (add) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 1, out, out_stride);
+    else tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 0, out, out_stride);
+}
+
+/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
+ * registers with every compiler, arrays do not. */
+#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
+#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
     if (r < nw) {                                                                                            \
         _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
         _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32), c##r);                                      \
+        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 48), d##r);                                      \
+    }
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
+    }
+#define TKVI_RUN_(width)                                                                                     \
+    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    for (left -= i; i > 0; i--, w += 4) {                                                                    \
+        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
+        if (s->levels && width <= 4) {                                                                       \
+            x[0] = _mm512_shuffle_epi8(table, x[0]);                                                         \
+            x[1] = _mm512_shuffle_epi8(table, x[1]);                                                         \
+            x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
+            x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
+        }                                                                                                    \
+        if (d->ahead) {                                                                                      \
+            tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        wide += tkvi_wide_bytes[width];                                                                      \
+        half += tkvi_has_half[width];                                                                        \
+        TKVI_ROWS_(TKVI_MAC_)                                                                                \
     }
 
-/* K: lanes are tokens 32h .. 32h + 31. */
-TKVI_FLAT_AVX512 void tkvi_dot_kh_avx512(tkvi_products *d, const int h, const int nw) {
-    const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM;
-    const uint8_t *wide = d->wide;
-    const int8_t *w = d->w + h * d->w_group;
-    int32_t *sum = d->sum + 32 * h;
-    __m512i table = _mm512_setzero_si512(), x, y, four;
-    int half = d->half, width, i;
-    TKVI_ROWS_(TKVI_ZERO_)
-    if (s->levels) table = tkvi_levels_avx512(s->levels);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i++, w += 4) {
-            __m512i c[2];
-            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, s->levels ? &table : NULL, c);
-            wide += tkvi_wide_bytes[width];
-            half += tkvi_has_half[width];
-            if (h == 0) tkvi_prefetch_rest(d);
-            x = c[0];
-            y = c[1];
-            TKVI_ROWS_(TKVI_MAC_)
-        }
-    TKVI_ROWS_(TKVI_SAVE_)
-}
-
+/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
 TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
-    tkvi_dot_kh_avx512(d, 0, nw);
-    tkvi_dot_kh_avx512(d, 1, nw);
-}
-
-/* V: lanes are 16 channels of one slab, or of two neighbours. */
-TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
-    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, next = d->slabs == 2 ? 4 : 0; /* tiles from one slab to the other */
-    const int pairs = d->pairs;
+    const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
     int32_t *sum = d->sum;
-    __m512i table = _mm512_setzero_si512(), upper = table, *levels = NULL, x, y, four;
-    int half = d->half, t, h;
+    __m512i table = _mm512_setzero_si512(), x[4], four;
+    int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
-    if (d->s->levels) {
-        table = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        levels = pairs ? NULL : &table;
-        if (pairs) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
+    TKVI_RUN_(8)
+    TKVI_RUN_(6)
+    TKVI_RUN_(5)
+    TKVI_RUN_(4)
+    TKVI_RUN_(3)
+    TKVI_RUN_(2)
+    TKVI_RUN_(1)
+    TKVI_ROWS_(TKVI_SAVE_)
+}
+#undef TKVI_RUN_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
-    for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-        for (h = 0; h < 2; h++) {
-            __m512i c[2], e[2];
-            tkvi_codes_avx512(width, wide, d->tops, half, h, d->ahead, levels, c);
-            if (pairs) {
-                e[0] = _mm512_shuffle_epi8(upper, c[0]);
-                e[1] = _mm512_shuffle_epi8(upper, c[1]);
-                c[0] = _mm512_shuffle_epi8(table, c[0]);
-                c[1] = _mm512_shuffle_epi8(table, c[1]);
-            } else {
-                tkvi_codes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, h, d->ahead,
-                                  levels, e);
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw) {                                                                                            \
+        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM), _mm512_add_epi32(a##r, c##r));             \
+        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM + 16), _mm512_add_epi32(b##r, d##r));        \
+    }
+enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
+
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
+ * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
+                                            const int nw) {
+    const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const uint8_t *wide = d->wide + 4 * slab * bytes;
+    const int8_t *w = d->w;
+    int32_t *sum = d->sum + (how == TKVI_PAIRS ? 32 * slab : 16 * slab);
+    __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
+    int half = d->half + 4 * slab * has_half, t, p;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (how != TKVI_PLAIN) {
+        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0), 0);
+        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1), 0);
+    }
+    for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
+        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        if (how != TKVI_PAIRS)
+            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            if (how != TKVI_PLAIN) {
+                y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
+                x[p] = _mm512_shuffle_epi8(table, x[p]);
+            } else if (width == 8) {
+                x[p] = _mm512_xor_si512(x[p], _mm512_set1_epi8(-128));
+                y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
             }
-            tkvi_prefetch_rest(d);
-            x = c[0];
-            y = e[0];
-            TKVI_ROWS_(TKVI_MAC_)
-            w += 4;
-            x = c[1];
-            y = e[1];
-            TKVI_ROWS_(TKVI_MAC_)
-            w += 4;
         }
+        if (d->ahead) {
+            tkvi_prefetch_bytes(wide, bytes, d->ahead);
+            if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
+            tkvi_prefetch_rest(d);
+        }
+        TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
         half += has_half;
     }
     TKVI_ROWS_(TKVI_SAVE_)
 }
+#undef TKVI_ROWS_
+#undef TKVI_ZERO_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+#define TKVI_RUN_(width)                                                                                     \
+    case width:                                                                                              \
+        for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
+        break;
+TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
+    int i;
+    if (d->pairs)
+        for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
+    else if (d->s->levels) switch (d->width) {
+        case 1:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 1, TKVI_TABLE, nw);
+            break;
+        case 2:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 2, TKVI_TABLE, nw);
+            break;
+        case 3:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 3, TKVI_TABLE, nw);
+            break;
+        default:
+            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 4, TKVI_TABLE, nw);
+            break;
+        }
+    else switch (d->width) {
+            TKVI_RUN_(1)
+            TKVI_RUN_(2)
+            TKVI_RUN_(3)
+            TKVI_RUN_(4)
+            TKVI_RUN_(5)
+            TKVI_RUN_(6)
+            TKVI_RUN_(8)
+        default: break;
+        }
+}
+#undef TKVI_RUN_
 
 /* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
@@ -884,34 +1074,24 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
 TKVI_DOTS_AVX512_(1)
 TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
-TKVI_DOTS_AVX512_(6)
-TKVI_DOTS_AVX512_(8)
 #undef TKVI_DOTS_AVX512_
-#undef TKVI_ROWS_
-#undef TKVI_ZERO_
-#undef TKVI_MAC_
-#undef TKVI_SAVE_
 
-/* How many weight rows to take at once: 1, 2, 4, 6 or 8. A row beyond the last one is zero. */
-static int tkvi_pass_avx512(int left) { return left == 1 ? 1 : left > 6 ? 8 : (left + 1) / 2 * 2; }
-
-/* All weight rows, in the passes that registers allow. */
-static void tkvi_multiply_avx512(tkvi_products *d, int weight_rows) {
-    static const tkvi_dot dots[2][5] = {
-        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512, tkvi_dot_k6_avx512, tkvi_dot_k8_avx512},
-        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512, tkvi_dot_v6_avx512, tkvi_dot_v8_avx512},
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+static void tkvi_dot_avx512(tkvi_products *d, int rows) {
+    static const tkvi_dot dots[2][3] = {
+        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
+        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512},
     };
-    int left, nw;
-    for (left = weight_rows; left > 0; left -= nw) {
-        nw = tkvi_pass_avx512(left);
-        dots[d->s->which][nw / 2](d);
-        d->w += nw * d->w_stride;
-        d->sum += nw * TKVI_BLOCK;
-    }
+    tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_avx512, tkvi_multiply_avx512,
-                                             tkvi_unfold_avx512, TKVI_BIAS_AVX512};
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512,
+                                             tkvi_fold_k_avx512,
+                                             tkvi_fold_v_avx512,
+                                             tkvi_dot_avx512,
+                                             tkvi_unfold_avx512,
+                                             TKVI_BIAS_AVX512,
+                                             128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {
@@ -924,6 +1104,43 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
     tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
 }
 
+/* Four rows at once; rows that are not there repeat the last one. */
+static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, t, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const float *row[4];
+        TKVI_ALIGNED float top[4];
+        __m512 most[4], sums[4];
+        __m128 high;
+        __mmask8 sees;
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) {
+            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
+            most[r] =
+                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
+                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
+            sums[r] = _mm512_setzero_ps();
+        }
+        high = tkvi_max4_avx512(most);
+        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        seen += (int)sees;
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        _mm_mask_storeu_ps(m + first, sees, high);
+        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
+        for (r = 0; r < nr; r++)
+            for (t = 0; t < TKVI_BLOCK; t += 16) {
+                const __m512 y =
+                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
+                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
+                sums[r] = _mm512_add_ps(sums[r], y);
+            }
+        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+    }
+    return seen;
+}
+
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
@@ -932,6 +1149,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
+    tkvi_weigh_avx512,
 };
 
 #if defined(__GNUC__) && !defined(__clang__)

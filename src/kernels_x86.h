@@ -84,51 +84,61 @@ TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
 }
 
 /* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
+enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of all rows */
+
 /* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
-    const float *ref;              /* K; NULL in V */
-    const uint8_t *centre2;        /* [n] twice the centre of the codes that a weight meets */
-    float half;                    /* centre2 times half is tkvi_centre */
-    int n, planes;
-    /* Out: rounded weights [weight row][w_stride]. A weight row is one plane of one row: a second plane is
-     * nothing but a row more. Room for one row more, and to the next multiple of 64 in each. */
-    int8_t *w;
-    int w_stride;
+    const float *ref;              /* K */
+    const uint8_t *centre2;        /* K: [n] twice the centre of the codes that a weight meets */
+    float half;                    /* K: centre2 times half is tkvi_centre */
+    float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
+    int middle;
+    int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
+    int wide;           /* K: so many have two planes in any case */
+    float coarse;       /* see tkvi_coarse_k */
+    /* Out: rounded weights [row][stride], and their second plane. K: signed. V: unsigned. Room for a multiple
+     * of 64 in each row. */
+    int8_t *w, *lo;
 } tkvi_folding;
 
-/* The answer of row r is  half_step * (2 sum w code - middle) + rest  with
- * middle = sum w centre2,  rest = sum x (zero - ref + centre scale). */
+/* The answer of row r is  step * (sum w code - middle / 2) + rest  with middle = sum w centre2 and
+ * rest = sum x (zero - ref + centre scale); step is that of the first plane, middle that of each plane. */
 typedef struct tkvi_fold {
-    float half_step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[TKVI_ROWS];
+    float step[TKVI_ROWS], rest[TKVI_ROWS];
+    int32_t middle[2][TKVI_ROWS];
 } tkvi_fold;
 
-/* Multiply codes by weights. */
+/* Multiply codes by one plane of weights. */
 typedef struct tkvi_products {
     const tkvi_side *s;
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
     int half;                   /* number of the first 1-bit half */
-    int width, slabs, n;        /* V: width of the codes, one slab or two neighbours, tokens */
-    int pairs;                  /* V: the slab's lanes are pairs of channels, 16 apart */
-    uintptr_t ahead;
+    int tiles;                  /* K: the first so many */
+    int width, slabs, n;        /* V: width of the codes, slabs, tokens */
+    int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
+    uintptr_t ahead;            /* 0: nothing is to be prefetched */
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
-    const int8_t *w; /* [weight row][w_stride] */
-    int w_stride;
-    int w_group;  /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    int32_t *sum; /* [weight row][64] by lane; V uses the first 16 or 32 */
+    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
+    int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    int32_t *sum;    /* [row][64 tokens in K, TKV_MAX_HEAD_DIM channels in V] by lane */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
-    void (*fold)(const tkvi_folding *a, int rows, tkvi_fold *f);
-    void (*multiply)(tkvi_products *d, int weight_rows);
-    /* out[i] = answer of row r, or += if `add`, for n (a multiple of 16) sums; the second plane 64 further */
-    void (*unfold)(const int32_t *sum, int planes, const tkvi_fold *f, int r, int n, int add, float *out);
-    int bias; /* what `multiply` adds to levels of a table to make them unsigned */
+    /* Returns how many weights have a second plane in some row; `lo` has so many in each four rows of which one
+     * has any. */
+    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    void (*dot)(tkvi_products *d, int rows);
+    /* out[row][i] = answer, or += if `add`, for n (a multiple of 16) sums; lo: of the second plane or NULL */
+    void (*unfold)(const int32_t *sum, const int32_t *lo, int stride, const tkvi_fold *f, int rows, int n,
+                   int add, float *out, int out_stride);
+    int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
+    int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
 
 static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
@@ -152,88 +162,111 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
     }
 }
 
+/* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
+static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
+    const int k = d->s->which == TKV_K;
+    for (; rows > 0; rows -= 4) {
+        dots[tkvi_min(rows - 1, 2)](d);
+        d->ahead = 0; /* once is enough */
+        d->w += 4 * (k ? TKV_MAX_HEAD_DIM : TKVI_BLOCK);
+        d->sum += 4 * (k ? TKVI_BLOCK : TKV_MAX_HEAD_DIM);
+    }
+}
+
 static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *q, const float *ref, int rows, int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2 * TKVI_ROWS][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
+    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKVI_BLOCK];
     tkvi_fold fold[2];
     tkvi_folding a;
     tkvi_products d;
-    int width, r, g, c = 0, tokens = TKVI_BLOCK / s->groups;
+    int width, g, c = 0, tokens = TKVI_BLOCK / s->groups, second = 0;
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
-    memset(centre2 + c, 0, sizeof centre2 - (size_t)c);
+    if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
     a.half = s->levels ? 0.0f : 0.5f;
     a.n = s->pad;
-    a.w_stride = TKV_MAX_HEAD_DIM;
     a.planes = planes;
+    a.wide = tkvi_wide_places(s);
+    a.coarse = tkvi_coarse_k(s);
+    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.zero = zero + g * s->pad;
-        a.w = w[g][0];
-        v->fold(&a, rows, &fold[g]);
+        a.w = w[0][g];
+        a.lo = w[1][g];
+        second = tkvi_max(second, v->fold_k(&a, rows, &fold[g]));
     }
     d.w = w[0][0];
-    d.w_stride = TKV_MAX_HEAD_DIM;
-    d.w_group = s->groups == 2 ? (int)sizeof w[0] : 0;
+    d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
     d.sum = sum[0];
-    v->multiply(&d, rows * planes);
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < s->groups; g++)
-            v->unfold(sum[r * planes] + g * tokens, planes, &fold[g], r, tokens, 0,
-                      scores + r * TKVI_BLOCK + g * tokens);
+    d.tiles = TKV_MAX_HEAD_DIM;
+    v->dot(&d, rows);
+    if (second) {
+        d.w = w[1][0];
+        d.sum = sum[1];
+        d.tiles = (second + 3) / 4;
+        v->dot(&d, rows);
+    }
+    for (g = 0; g < s->groups; g++)
+        v->unfold(sum[0] + g * tokens, second ? sum[1] + g * tokens : NULL, TKVI_BLOCK, &fold[g], rows,
+                  tokens, 0, scores + g * tokens, TKVI_BLOCK);
 }
 
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED uint8_t centre2[TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2 * TKVI_ROWS][TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS][TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKV_MAX_HEAD_DIM + 32];
     tkvi_fold fold;
     tkvi_folding a;
     tkvi_products d;
-    int width, i, r, g, slab = 0;
+    int width, i, g, slab = 0, second;
     s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
     a.x = p;
-    a.ref = NULL;
-    a.centre2 = centre2;
-    a.half = s->levels ? 0.0f : 0.5f;
     a.w = w[0];
-    a.n = a.w_stride = TKVI_BLOCK;
+    a.lo = w[1];
+    a.n = TKVI_BLOCK;
     a.planes = planes;
+    a.top = tkvi_top_v(s);
     d.n = n;
-    d.w_stride = TKVI_BLOCK;
     d.w_group = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        memset(centre2, tkvi_centre2(v, s, width), sizeof centre2);
-        for (i = 0, g = -1; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes */
-            if (g != 16 * slab / s->group) {
-                g = 16 * slab / s->group;
-                a.scale = scale + g * TKVI_BLOCK;
-                a.zero = zero + g * TKVI_BLOCK;
-                v->fold(&a, rows, &fold);
-            }
-            d.width = width;
-            d.pairs = s->pairs && width == 3;
-            d.slabs = !d.pairs && slab % 2 == 0 && i + 4 < s->runs.n[width] ? 2 : 1; /* that share a group */
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes that share a group */
+            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
+            second = v->fold_v(&a, rows, &fold);
+            d.ahead = tkvi_ahead(src, next);
             d.w = w[0];
             d.sum = sum[0];
-            v->multiply(&d, rows * planes);
-            for (r = 0; r < rows; r++)
-                v->unfold(sum[r * planes], planes, &fold, r, 16 * (d.slabs + d.pairs), 1,
-                          out + r * s->pad + 16 * slab);
+            v->dot(&d, rows);
+            if (second) {
+                d.w = w[1];
+                d.sum = sum[1];
+                v->dot(&d, rows);
+            }
+            v->unfold(sum[0], second ? sum[1] : NULL, TKV_MAX_HEAD_DIM, &fold, rows, 16 * d.slabs << d.pairs,
+                      1, out + 16 * slab, s->pad);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
-            slab += d.slabs + d.pairs;
+            slab += d.slabs << d.pairs;
         }
     }
 }
