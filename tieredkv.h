@@ -6568,6 +6568,8 @@ TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) { return tkvi_halves4_128(p); }
+
 TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
@@ -6724,14 +6726,18 @@ TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
-/* Exponent and mantissa moved to their places and scaled by 2^112: right for subnormal halves too. What was
- * infinite or none needs the largest exponent. */
+/* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
+ * right for subnormal ones too. */
 TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
-    v128_t h = wasm_u32x4_load16x4(p), a = wasm_v128_and(h, wasm_i32x4_const_splat(0x7fff));
-    v128_t x = wasm_f32x4_mul(wasm_i32x4_shl(a, 13), wasm_i32x4_const_splat(0x77800000));
-    v128_t no_number =
-        wasm_v128_and(wasm_i32x4_gt(a, wasm_i32x4_const_splat(0x7bff)), wasm_i32x4_const_splat(0x7f800000));
-    return wasm_v128_or(wasm_v128_or(x, no_number), wasm_i32x4_shl(wasm_v128_xor(h, a), 16));
+    v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
+    return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
+}
+
+/* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
+TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) {
+    v128_t x = tkvi_halves4_128(p);
+    v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
+    return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
 TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
@@ -6858,7 +6864,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 /* >>helpers: those of metadata. Encoding is the scalar code's. */
 static void tkvi_halves_128(const uint8_t *src, int n, float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_halves4_128(src + 2 * i));
+    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_any_halves4_128(src + 2 * i));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 

@@ -23,7 +23,7 @@
 /* >>helpers: those of metadata. Encoding is the scalar code's. */
 static void tkvi_halves_128(const uint8_t *src, int n, float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_halves4_128(src + 2 * i));
+    for (i = 0; i + 4 <= n; i += 4) tkvi_save_128(dst + i, tkvi_any_halves4_128(src + 2 * i));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 

@@ -57,6 +57,8 @@ TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) { return tkvi_halves4_128(p); }
+
 TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }

@@ -63,14 +63,18 @@ TKVI_FLAT_128 tkvi_f4 tkvi_where_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
-/* Exponent and mantissa moved to their places and scaled by 2^112: right for subnormal halves too. What was
- * infinite or none needs the largest exponent. */
+/* Finite halves: all bits moved to their places (the copies of the sign cut away), and scaled by 2^112, which is
+ * right for subnormal ones too. */
 TKVI_FLAT_128 tkvi_f4 tkvi_halves4_128(const uint8_t *p) {
-    v128_t h = wasm_u32x4_load16x4(p), a = wasm_v128_and(h, wasm_i32x4_const_splat(0x7fff));
-    v128_t x = wasm_f32x4_mul(wasm_i32x4_shl(a, 13), wasm_i32x4_const_splat(0x77800000));
-    v128_t no_number =
-        wasm_v128_and(wasm_i32x4_gt(a, wasm_i32x4_const_splat(0x7bff)), wasm_i32x4_const_splat(0x7f800000));
-    return wasm_v128_or(wasm_v128_or(x, no_number), wasm_i32x4_shl(wasm_v128_xor(h, a), 16));
+    v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
+    return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
+}
+
+/* Any: what was infinite or no number came out as 65536 and more, and gets the largest exponent. */
+TKVI_FLAT_128 tkvi_f4 tkvi_any_halves4_128(const uint8_t *p) {
+    v128_t x = tkvi_halves4_128(p);
+    v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
+    return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
 TKVI_FLAT_128 tkvi_f4 tkvi_bfloats4_128(const uint8_t *p) {
