@@ -7165,7 +7165,8 @@ typedef struct tkvi_fold_128 {
     float half_step, rest;
 } tkvi_fold_128;
 
-#define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS) /* weights of a step: four of each weight row */
+/* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
+#define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
 /* Row x times scale, rounded to weights. `zero` has the centre's part in it; n is a multiple of 16. */
 TKVI_FLAT_128 void tkvi_fold_row_128(const float *x, const float *scale, const float *zero,
