@@ -6,7 +6,7 @@
  *   --ctx 4096,32768,262144    tokens
  *   --formats f32,kivi4,tiers  names of formats; "tiers" is the default plan
  *   --heads 32 --kv-heads 8 --dim 128 --queries 1
- *   --isa avx2                 auto, scalar, avx2, avx512
+ *   --isa avx2                 auto, scalar, avx2, avx512, neon, wasm
  *   --mib 96                   a run walks at least so much, over as many layers as that takes
  *   --huge                     Linux: ask for huge pages (an allocator of the caller's can do so)
  *   --csv

@@ -6,7 +6,7 @@
  *   --ctx 4096,16384,32768   tokens
  *   --layers 8 --heads 32 --kv-heads 8 --dim 128
  *   --watch 4 --tokens 0     cfg.quality_heads, cfg.quality_tokens
- *   --isa avx2               auto, scalar, avx2, avx512
+ *   --isa avx2               auto, scalar, avx2, avx512, neon, wasm
  *   --csv
  *
  * The difference that a meter makes to a decode step is below the noise of most machines. So one head is

@@ -33,7 +33,7 @@ static const char usage[] =
     "  -z FILE            tokenizer.bin of a llama2.c model\n"
     "  --theta X          base of RoPE (the model's)\n"
     "  --rope-halves      RoPE turns channels (i, i + d/2)\n"
-    "  --isa NAME         auto, scalar, avx2 or avx512\n"
+    "  --isa NAME         auto, scalar, avx2, avx512, neon or wasm\n"
     "  --compare N        newest positions to compare with an exact cache (256)\n"
     "  --no-compare       do not\n"
     "  --recall TEXT      ask in the end for the last word of each line of the\n"

@@ -193,6 +193,8 @@ typedef enum tkv_isa {
     TKV_ISA_SCALAR,
     TKV_ISA_AVX2,
     TKV_ISA_AVX512,
+    TKV_ISA_NEON, /* AArch64 */
+    TKV_ISA_WASM, /* WebAssembly compiled with -msimd128 */
     TKV_ISA_COUNT
 } tkv_isa;
 typedef enum tkv_flush_mode {

@@ -2,12 +2,13 @@
  * dispatch.h - which kernels this processor can run.
  *
  * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
- * no globals. Other machines have the scalar table; NEON and WASM kernels will be compile-time choices in
- * tkvi_kernels_for. Calls the kernel files.
+ * no globals. NEON and WASM SIMD are what the compiler was told; other machines have the scalar table. Calls the
+ * kernel files.
  */
 #ifndef TKVI_DISPATCH_H
 #define TKVI_DISPATCH_H
 
+#include "kernels_128.h"
 #include "kernels_avx512.h"
 
 #ifdef TKVI_X86
@@ -72,13 +73,16 @@ static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
 #endif
     if (best >= TKV_ISA_AVX2 && (isa == TKV_ISA_AUTO || isa == TKV_ISA_AVX2)) return &tkvi_kernels_avx2;
 #endif
+#ifdef TKVI_128
+    if (isa == TKV_ISA_AUTO || isa == TKVI_ISA_128) return &tkvi_kernels_128;
+#endif
     return isa == TKV_ISA_AUTO || isa == TKV_ISA_SCALAR ? &tkvi_kernels_scalar : NULL;
 }
 
 TKV_API int tkv_isa_available(tkv_isa isa) { return tkvi_kernels_for(isa) != NULL; }
 
 TKV_API const char *tkv_isa_name(tkv_isa isa) {
-    static const char *const names[TKV_ISA_COUNT] = {"auto", "scalar", "avx2", "avx512"};
+    static const char *const names[TKV_ISA_COUNT] = {"auto", "scalar", "avx2", "avx512", "neon", "wasm"};
     return isa >= TKV_ISA_AUTO && isa < TKV_ISA_COUNT ? names[isa] : NULL;
 }
 

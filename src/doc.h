@@ -6,7 +6,7 @@
  *   Do this in ONE C or C++ file:      #define TIEREDKV_IMPLEMENTATION
  *                                      #include "tieredkv.h"
  *   and in the others just:            #include "tieredkv.h"
- *   Build:                             cc -O2 program.c -lm      (no -m flags: kernels are chosen at run time)
+ *   Build:                             cc -O2 program.c -lm      (no -m flags: x86 kernels are chosen at run time)
  *
  * WHAT IT IS
  *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
@@ -79,5 +79,6 @@
  * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
  *          run side by side between writes. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
- *          Elsewhere: scalar C.
+ *          AArch64: NEON, with dot products where the compiler may use them (-march=armv8.2-a+dotprod and later).
+ *          WebAssembly: with -msimd128. Elsewhere: scalar C.
  */

@@ -1124,7 +1124,7 @@ static tkv_config config_of(const stream *s, tkv_format k, tkv_format v) {
 
 /* Attention through the kernel that decodes, against the slow definition, on every instruction set. */
 static void check_attention(const tkv_config *base, stream *s, int tokens, const char *what) {
-    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512};
+    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
     static float slow[8 * 256 * 4];
     char reason[200];
     int i, k, at, rows = s->heads * s->v_dim * 2;

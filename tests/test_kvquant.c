@@ -1277,7 +1277,7 @@ TEST(versions) {
 
 /* Attention through the kernel that decodes, against the slow definition, on every instruction set. */
 TEST(attention) {
-    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512};
+    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
     static const int dims[][2] = {{2, 1}, {6, 3}, {16, 16}, {64, 64}, {80, 33}, {127, 128}};
     int d, i, f;
     for (d = 0; d < COUNT(dims); d++)

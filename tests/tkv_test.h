@@ -24,7 +24,7 @@
  * `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to the
  * thread that runs the test: workers hand their results to it.
  *
- * Environment: TKV_ISA = auto, scalar, avx2, avx512 forces the kernels (tests put tkv_test_isa() into
+ * Environment: TKV_ISA = auto, scalar, avx2, avx512, neon, wasm forces the kernels (tests put tkv_test_isa() into
  * cfg.isa); TKV_TEST_QUICK = 1 asks slow tests for a smaller version (tkv_test_quick(), set under emulators);
  * TKV_DATA = directory of models and texts (tkv_test_data()), ../shared/data if not set.
  */
@@ -169,11 +169,10 @@ static inline int tkv_test_quick(void) {
 
 static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT for a name that is none */
     const char *s = getenv("TKV_ISA");
-    if (!s || !*s || strcmp(s, "auto") == 0) return TKV_ISA_AUTO;
-    if (strcmp(s, "scalar") == 0) return TKV_ISA_SCALAR;
-    if (strcmp(s, "avx2") == 0) return TKV_ISA_AVX2;
-    if (strcmp(s, "avx512") == 0) return TKV_ISA_AVX512;
-    return TKV_ISA_COUNT;
+    int isa = TKV_ISA_AUTO;
+    if (!s || !*s) return TKV_ISA_AUTO;
+    while (isa < TKV_ISA_COUNT && strcmp(s, tkv_isa_name((tkv_isa)isa)) != 0) isa++;
+    return (tkv_isa)isa;
 }
 
 /* Path of models/x or text/x, or NULL when the file is not there: then SKIP. Valid until the next call. */
@@ -240,7 +239,7 @@ static inline void tkv_test_begin(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "--list") == 0) tkv_test_.list = 1;
     else if (argc > 1) tkv_test_.filter = argv[1];
     if (isa == TKV_ISA_COUNT) {
-        printf("TKV_ISA is \"%s\": use auto, scalar, avx2 or avx512\n", getenv("TKV_ISA"));
+        printf("TKV_ISA is \"%s\": use auto, scalar, avx2, avx512, neon or wasm\n", getenv("TKV_ISA"));
         exit(2);
     }
     if (isa != TKV_ISA_AUTO && !tkv_isa_available(isa)) {
