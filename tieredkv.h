@@ -7114,14 +7114,23 @@ TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a,
 }
 
 #ifdef __ARM_FEATURE_DOTPROD
-#define TKVI_DOT_128(sum, codes, quad, row) vdotq_laneq_s32(sum, codes, quad, row)
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    ((no_sign)                                                                                               \
+         ? vreinterpretq_s32_u32(vdotq_laneq_u32(vreinterpretq_u32_s32(sum), vreinterpretq_u8_s8(codes),     \
+                                                 vreinterpretq_u8_s8(quad), row))                            \
+         : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Pairs of products fit 16 bits: 2 * 127 * 127, and 2 * 128 * 127 of 8-bit codes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+/* Pairs of products fit 16 bits: 2 * 127 * 127, 2 * 128 * 127 of 8-bit codes, 2 * 63 * 255 without signs. */
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+    const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
+    if (no_sign)
+        return vreinterpretq_s32_u32(
+            vpadalq_u16(vreinterpretq_u32_s32(sum),
+                        vpaddq_u16(vmull_u8(vget_low_u8(x), vget_low_u8(y)), vmull_high_u8(x, y))));
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
-#define TKVI_DOT_128(sum, codes, quad, row)                                                                  \
-    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    tkvi_dot_128(no_sign, sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
 #endif
 
 #endif /* TKVI_NEON */
@@ -7301,7 +7310,8 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
     sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
     return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
 }
-#define TKVI_DOT_128(sum, codes, quad, row) tkvi_dot_128(sum, codes, (quad) + 4 * (row))
+/* Weights of 16 bits do not ask for signs. */
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row) tkvi_dot_128(sum, codes, (quad) + 4 * (row))
 
 #endif /* TKVI_WASM */
 
@@ -7628,49 +7638,78 @@ TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float c
 typedef struct tkvi_fold_128 {
     int32_t middle;
     float half_step, rest;
+    float most; /* the largest weight before it is rounded */
+    int wide;   /* so many weights have 15 bits, the others 8 */
 } tkvi_fold_128;
+
+/* What rows are folded by; `zero` has the centre's part in it, n is a multiple of 16. */
+typedef struct tkvi_folding_128 {
+    const float *scale, *zero;
+    const int32_t *centre2;
+    int n, planes, top, wide; /* top: the largest weight of one plane */
+    float coarse;             /* see TKVI_NEEDS_TWO */
+    int unit; /* of a weight of 8 bits where there are some of 15: 128 in K; V has no mix in a row */
+} tkvi_folding_128;
 
 /* Weights of a step: four of each weight row. A load may take rows with it that a pass does not use. */
 #define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
 
-/* Row x times scale, rounded to weights. `zero` has the centre's part in it; n is a multiple of 16. */
-TKVI_FLAT_128 void tkvi_fold_row_128(const float *x, const float *scale, const float *zero,
-                                     const int32_t *centre2, int n, const int planes, tkvi_weight *w,
-                                     tkvi_fold_128 *f) {
-    TKVI_ALIGNED float y[TKV_MAX_HEAD_DIM];
-    const float top = planes == 2 ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE;
-    tkvi_f4 most = tkvi_all_128(0.0f), rest = most, by;
-    tkvi_i4 middle = tkvi_all_ints_128(0);
-    float largest;
+/* Row x times scale, and what is to be known of it before it is rounded. */
+static void tkvi_measure_128(const tkvi_folding_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
+    tkvi_f4 most = tkvi_all_128(0.0f), rest = most, squares = most;
+    float all;
     int i;
-    for (i = 0; i < n; i += 4) {
-        tkvi_f4 v = tkvi_load_128(x + i), u = tkvi_mul_128(v, tkvi_load_128(scale + i));
+    for (i = 0; i < a->n; i += 4) {
+        tkvi_f4 v = tkvi_load_128(x + i), u = tkvi_mul_128(v, tkvi_load_128(a->scale + i));
         most = tkvi_most_128(most, tkvi_size_128(u));
-        rest = tkvi_madd_128(rest, v, tkvi_load_128(zero + i));
+        rest = tkvi_madd_128(rest, v, tkvi_load_128(a->zero + i));
+        squares = tkvi_madd_128(squares, u, u);
         tkvi_save_128(y + i, u);
     }
-    largest = tkvi_largest_128(most);
-    by = tkvi_all_128(largest > 1e-34f ? top / largest : 0.0f); /* smaller ones contribute nothing */
-    for (i = 0; i < n; i += 8, w += 2 * TKVI_QUAD_128) {
-        tkvi_i4 a = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i), by));
-        tkvi_i4 b = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4), by));
-        middle = tkvi_add_ints_128(middle, tkvi_mul_ints_128(a, tkvi_ints_128(centre2 + i)));
-        middle = tkvi_add_ints_128(middle, tkvi_mul_ints_128(b, tkvi_ints_128(centre2 + i + 4)));
-        tkvi_save_weights_128(w, TKVI_QUAD_128, a, b, planes);
-    }
-    f->middle = tkvi_sum_ints_128(middle);
-    f->half_step = 0.5f * largest / top;
+    f->most = tkvi_largest_128(most);
     f->rest = tkvi_sum_128(rest);
+    all = tkvi_sum_128(squares);
+    f->wide = a->planes == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
 }
 
-/* All rows, x: [row][n]. */
-static void tkvi_fold_rows_128(const float *x, const float *scale, const float *zero, const int32_t *centre2,
-                               int n, int rows, int planes, tkvi_weight *w, tkvi_fold_128 *f) {
-    int r;
-    for (r = 0; r < rows; r++, x += n, w += 4 * tkvi_weight_rows_128(planes), f++) {
-        if (planes == 2) tkvi_fold_row_128(x, scale, zero, centre2, n, 2, w, f);
-        else tkvi_fold_row_128(x, scale, zero, centre2, n, 1, w, f);
+/* y rounded. `two`: some row of the call has weights of 15 bits, so that all have two planes. */
+TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y, const int two,
+                                      tkvi_weight *w, tkvi_fold_128 *f) {
+    const int unit = two ? a->unit : 1;
+    const int steps =
+        f->wide == a->n ? TKVI_TWO_PLANES : unit * a->top; /* of the row, in units of its sums */
+    tkvi_i4 middle = tkvi_all_ints_128(0);
+    int i, k;
+    for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
+        tkvi_i4 v[2];
+        for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
+            const int wide = i + 4 * k < f->wide, top = wide ? TKVI_TWO_PLANES : a->top;
+            const float by = f->most > 1e-34f ? (float)top / f->most : 0.0f; /* smaller ones: nothing */
+            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), tkvi_all_128(by)));
+            if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
+            middle =
+                tkvi_add_ints_128(middle, tkvi_mul_ints_128(v[k], tkvi_ints_128(a->centre2 + i + 4 * k)));
+        }
+        tkvi_save_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
     }
+    f->middle = tkvi_sum_ints_128(middle);
+    f->half_step = 0.5f * f->most / (float)steps;
+}
+
+/* All rows, x: [row][n]. Returns the planes that they have. */
+static int tkvi_fold_rows_128(const tkvi_folding_128 *a, const float *x, int rows, int two, tkvi_weight *w,
+                              tkvi_fold_128 *f) {
+    TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
+    int r;
+    for (r = 0; r < rows; r++) {
+        tkvi_measure_128(a, x + r * a->n, y[r], f + r);
+        two |= f[r].wide > 0;
+    }
+    for (r = 0; r < rows; r++, w += 4 * tkvi_weight_rows_128(1 + two)) {
+        if (two) tkvi_round_row_128(a, y[r], 1, w, f + r);
+        else tkvi_round_row_128(a, y[r], 0, w, f + r);
+    }
+    return 1 + two;
 }
 
 /* One loop of products: the steps as they are drawn above. */
@@ -7681,6 +7720,7 @@ typedef struct tkvi_dots_128 {
     const tkvi_weight *w; /* [step][TKVI_QUAD_128] */
     int32_t *sum;         /* [weight row][TKVI_BLOCK] */
     int sum_apart, add;   /* from the sums of a step's first vector to those of its second; sum += */
+    int no_sign;          /* neither codes nor weights have a sign, and these may be up to 255 */
 } tkvi_dots_128;
 
 #define TKVI_ROWS8_(X)                                                                                       \
@@ -7693,8 +7733,8 @@ typedef struct tkvi_dots_128 {
     }
 #define TKVI_DOT8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
-        a##r = TKVI_DOT_128(a##r, c, quad, lane);                                                            \
-        b##r = TKVI_DOT_128(b##r, e, quad, lane);                                                            \
+        a##r = TKVI_DOT_128(no_sign, a##r, c, quad, lane);                                                   \
+        b##r = TKVI_DOT_128(no_sign, b##r, e, quad, lane);                                                   \
     }
 #define TKVI_END8_(r, quad, lane)                                                                            \
     if (r < nw) {                                                                                            \
@@ -7702,8 +7742,8 @@ typedef struct tkvi_dots_128 {
         tkvi_save_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                              \
     }
 
-TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum,
-                                     const int nw) {
+TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, const int nw,
+                                     const int no_sign) {
     const uint8_t *codes = d->codes;
     const int step = d->step, second = d->apart, apart = d->sum_apart;
     int i;
@@ -7720,18 +7760,24 @@ TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *
 #undef TKVI_DOT8_
 #undef TKVI_END8_
 
+TKVI_FLAT_128 void tkvi_dot_pass_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, int pass,
+                                     const int no_sign) {
+    if (pass == 4) tkvi_dot_rows_128(d, w, sum, 4, no_sign);
+    else if (pass == 2) tkvi_dot_rows_128(d, w, sum, 2, no_sign);
+    else if (pass == 1) tkvi_dot_rows_128(d, w, sum, 1, no_sign);
+#if TKVI_PASS_128 == 8
+    else tkvi_dot_rows_128(d, w, sum, 8, no_sign);
+#endif
+}
+
 static void tkvi_multiply_128(const tkvi_dots_128 *d, int weight_rows) {
     int r, pass;
     for (r = 0; r < weight_rows; r += pass) {
         const tkvi_weight *w = d->w + 4 * r;
         int32_t *sum = d->sum + r * TKVI_BLOCK;
         pass = tkvi_pass_128(weight_rows - r, TKVI_PASS_128);
-        if (pass == 4) tkvi_dot_rows_128(d, w, sum, 4);
-        else if (pass == 2) tkvi_dot_rows_128(d, w, sum, 2);
-        else if (pass == 1) tkvi_dot_rows_128(d, w, sum, 1);
-#if TKVI_PASS_128 == 8
-        else tkvi_dot_rows_128(d, w, sum, 8);
-#endif
+        if (d->no_sign) tkvi_dot_pass_128(d, w, sum, pass, 1);
+        else tkvi_dot_pass_128(d, w, sum, pass, 0);
     }
 }
 
@@ -7765,6 +7811,7 @@ static void tkvi_chunk_k_128(const uint8_t *code, int first, int n, const tkvi_w
     d.steps = n;
     d.sum_apart = 16;
     d.add = first > 0;
+    d.no_sign = 0;
     for (h = 0; h < 2; h++)
         for (b = 0; b < 4; b++) {
             d.codes = code + 128 * h + 16 * b;
@@ -7781,11 +7828,12 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     TKVI_ALIGNED uint8_t code[TKVI_CHUNK_128 * TKVI_TILE_CODES];
     TKVI_ALIGNED tkvi_weight w[2][TKV_MAX_HEAD_DIM / 4 * TKVI_QUAD_128];
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
-    const int weight_rows = rows * tkvi_weight_rows_128(planes), tokens = TKVI_BLOCK / s->groups;
+    const int tokens = TKVI_BLOCK / s->groups;
     const int w_group = s->groups == 2 ? (int)(sizeof w[0] / sizeof w[0][0]) : 0;
     tkvi_fold_128 fold[2][TKVI_ROWS];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, g, r, c = 0, first = 0, here = 0;
+    int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
+    tkvi_folding_128 a;
     (void)next;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &tkvi_helpers_128, scale, zero);
@@ -7801,9 +7849,26 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
             }
         }
     }
-    for (g = 0; g < s->groups; g++)
-        tkvi_fold_rows_128(q, scale + g * s->pad, zero + g * s->pad, centre2, s->pad, rows, planes, w[g],
-                           fold[g]);
+    a.centre2 = centre2;
+    a.n = s->pad;
+    a.planes = planes;
+    a.top = TKVI_PLANE;
+    a.unit = 128;
+    a.wide = tkvi_wide_places(s);
+    a.coarse = tkvi_coarse_k(s);
+    planes = 1;
+    for (g = 0; g < s->groups; g++) {
+        int had = planes;
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        planes = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
+        if (g && planes > had) { /* groups have their planes in common */
+            a.scale = scale;
+            a.zero = zero;
+            tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
+        }
+    }
+    weight_rows = rows * tkvi_weight_rows_128(planes);
     memset(sum, 0, (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* if there are no codes at all */
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
@@ -7825,7 +7890,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
 
 /* Products of V for 16 channels, and the answers. */
 static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
-                            int rows, int planes, int pad, float *out) {
+                            int rows, int planes, int no_sign, int pad, float *out) {
     TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
     tkvi_dots_128 d;
     int h, r;
@@ -7835,6 +7900,7 @@ static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, co
     d.w = w;
     d.sum_apart = 4;
     d.add = 0;
+    d.no_sign = no_sign;
     for (h = 0; h < 2; h++) {
         d.codes = code + 32 * h;
         d.sum = sum + 8 * h;
@@ -7852,8 +7918,16 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     TKVI_ALIGNED tkvi_weight w[TKVI_BLOCK / 4 * TKVI_QUAD_128];
     tkvi_fold_128 fold[TKVI_ROWS];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, k, t, g, slab = 0; /* first channel */
+    int width, i, k, t, g, two = 1, slab = 0; /* first channel */
+    tkvi_folding_128 a;
     (void)next;
+    a.zero = z;
+    a.centre2 = centre2;
+    a.n = TKVI_BLOCK;
+    a.planes = planes;
+    a.top = tkvi_top_v(s);
+    a.unit = 1;
+    a.wide = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_helpers_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
@@ -7866,7 +7940,9 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
                     tkvi_save_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
                     tkvi_save_ints_128(centre2 + t, tkvi_all_ints_128(tkvi_centre2_128(s, width)));
                 }
-                tkvi_fold_rows_128(p, sc, z, centre2, TKVI_BLOCK, rows, planes, w, fold);
+                a.scale = sc;
+                a.coarse = tkvi_coarse_v(s, width);
+                two = tkvi_fold_rows_128(&a, p, rows, 0, w, fold);
             }
             for (k = 0; k < 4; k++) {
                 if (16 * k < n) tkvi_unpack_128(src, &at, width, code + k * TKVI_TILE_CODES);
@@ -7879,10 +7955,14 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
                                    tkvi_round_up(n, 4) * 16, level);
                     from = level;
                 }
-                tkvi_slab_v_128(from, n, w, fold, rows, planes, s->pad, out + slab + k);
+                tkvi_slab_v_128(from, n, w, fold, rows, two, !s->levels && width < 8, s->pad, out + slab + k);
             }
             slab += channels;
         }
+}
+
+static int tkvi_weigh_128(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_weigh_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_128 = {
@@ -7893,6 +7973,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
     &tkvi_helpers_128,
     tkvi_exp64_128,
     tkvi_max64_128,
+    tkvi_weigh_128,
 };
 
 #endif /* TKVI_128 */

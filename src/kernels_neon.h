@@ -137,14 +137,23 @@ TKVI_FLAT_128 void tkvi_save_weights_128(tkvi_weight *w, int further, tkvi_i4 a,
 }
 
 #ifdef __ARM_FEATURE_DOTPROD
-#define TKVI_DOT_128(sum, codes, quad, row) vdotq_laneq_s32(sum, codes, quad, row)
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    ((no_sign)                                                                                               \
+         ? vreinterpretq_s32_u32(vdotq_laneq_u32(vreinterpretq_u32_s32(sum), vreinterpretq_u8_s8(codes),     \
+                                                 vreinterpretq_u8_s8(quad), row))                            \
+         : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Pairs of products fit 16 bits: 2 * 127 * 127, and 2 * 128 * 127 of 8-bit codes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+/* Pairs of products fit 16 bits: 2 * 127 * 127, 2 * 128 * 127 of 8-bit codes, 2 * 63 * 255 without signs. */
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+    const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
+    if (no_sign)
+        return vreinterpretq_s32_u32(
+            vpadalq_u16(vreinterpretq_u32_s32(sum),
+                        vpaddq_u16(vmull_u8(vget_low_u8(x), vget_low_u8(y)), vmull_high_u8(x, y))));
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
-#define TKVI_DOT_128(sum, codes, quad, row)                                                                  \
-    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    tkvi_dot_128(no_sign, sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
 #endif
 
 #endif /* TKVI_NEON */
