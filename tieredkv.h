@@ -7311,7 +7311,8 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
     return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
 }
 /* Weights of 16 bits do not ask for signs. */
-#define TKVI_DOT_128(no_sign, sum, codes, quad, row) tkvi_dot_128(sum, codes, (quad) + 4 * (row))
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 
 #endif /* TKVI_WASM */
 
