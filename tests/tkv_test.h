@@ -20,7 +20,7 @@
  * A test of the interface alone leaves out the first line and is linked with the library, which is compiled
  * once: cc -O2 tests/test_x.c tests/compile/impl.c -o test_x -lm
  *
- * The filter keeps tests whose name contains it. The last line is `N passed, N failed` and counts tests;
+ * The filter (or TKV_TEST_FILTER) keeps tests whose name contains it. The last line is `N passed, N failed` and counts tests;
  * `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to the
  * thread that runs the test: workers hand their results to it.
  *
@@ -237,7 +237,7 @@ static inline void tkv_rng_fill(tkv_rng *r, float *x, size_t n, double sd) { /* 
 static inline void tkv_test_begin(int argc, char **argv) {
     tkv_isa isa = tkv_test_isa();
     if (argc > 1 && strcmp(argv[1], "--list") == 0) tkv_test_.list = 1;
-    else if (argc > 1) tkv_test_.filter = argv[1];
+    else tkv_test_.filter = argc > 1 ? argv[1] : getenv("TKV_TEST_FILTER");
     if (isa == TKV_ISA_COUNT) {
         printf("TKV_ISA is \"%s\": use auto, scalar, avx2, avx512, neon or wasm\n", getenv("TKV_ISA"));
         exit(2);
