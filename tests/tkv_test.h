@@ -20,9 +20,9 @@
  * A test of the interface alone leaves out the first line and is linked with the library, which is compiled
  * once: cc -O2 tests/test_x.c tests/compile/impl.c -o test_x -lm
  *
- * The filter (or TKV_TEST_FILTER) keeps tests whose name contains it. The last line is `N passed, N failed` and counts tests;
- * `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to the
- * thread that runs the test: workers hand their results to it.
+ * The filter (or TKV_TEST_FILTER) keeps tests whose name contains it. The last line is `N passed, N failed` and
+ * counts tests; `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to
+ * the thread that runs the test: workers hand their results to it.
  *
  * Environment: TKV_ISA = auto, scalar, avx2, avx512, neon, wasm forces the kernels (tests put tkv_test_isa() into
  * cfg.isa); TKV_TEST_QUICK = 1 asks slow tests for a smaller version (tkv_test_quick(), set under emulators);
