@@ -1202,16 +1202,22 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 }
 
 /* What a side has to know. */
+#define TKVI_ROPE_NEAR 16
+
 typedef struct tkvi_rope {
     int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
     uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
+
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
 /* The descriptor must be right. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
     uint64_t first = tkvi_turns(scale), ratio, power;
-    int j;
+    int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
     rope->step = r->interleaved ? 2 : 1;
@@ -1222,6 +1228,8 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
         rope->turn[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
+            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 
@@ -1446,7 +1454,8 @@ typedef struct tkvi_minifloat {
 
 static const tkvi_minifloat tkvi_e2m1 = {3, 1, -1, 7};
 static const tkvi_minifloat tkvi_e4m3 = {7, 3, -9 - 6, 0x7e};
-static const tkvi_minifloat tkvi_e5m2 = {7, 2, -16 - 12, 0x7b};
+#define TKVI_E5M2_LOW (-16 - 12)
+static const tkvi_minifloat tkvi_e5m2 = {7, 2, TKVI_E5M2_LOW, 0x7b};
 #define TKVI_E4M3_TOP 7.0f
 #define TKVI_E5M2_TOP 14.0f
 
@@ -4395,6 +4404,236 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_X86_H */
+/* ======== decode_x86.h ======== */
+/*
+ * decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
+ * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
+ * side are, and what is done to the query instead of to each token. kernels_avx2.h and kernels_avx512.h have
+ * the products. Calls kernels_x86.h.
+ *
+ *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
+ *                                           2^shift channels (the rest)
+ * and outliers, which are added to the answer. The query has the options of a format:
+ *     center    q.(y + mean) = q.y + q.mean
+ *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
+ *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
+ *               in a table, and the query is turned back by 16 more after 16 tokens
+ * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
+ * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *
+ * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ */
+#ifndef TKVI_DECODE_X86_H
+#define TKVI_DECODE_X86_H
+
+
+#ifdef TKVI_X86
+
+typedef enum tkvi_code_kind {
+    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_INT8,
+    TKVI_CODES_E4M3,
+    TKVI_CODES_E5M2
+} tkvi_code_kind;
+
+/* A side as rows of codes. */
+typedef struct tkvi_reading {
+    const tkvi_side *s;
+    const tkvi_rope *rope;
+    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
+    size_t row;
+    int bits, by_channel, shift, per; /* by[token * per + (channel >> shift)], plus[token] */
+    tkvi_code_kind kind;
+    const uint8_t *parts; /* E4M3 factors of 16 channels, to be multiplied into by: [token][per] */
+    uintptr_t ahead;
+    int vectors, pairs;                /* pairs: how many of the vectors are partners */
+    int at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
+    TKVI_ALIGNED float level[16];
+    TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
+} tkvi_reading;
+
+#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q */
+
+static void tkvi_reading_levels(tkvi_reading *r, const float *level,
+                                int bits) { /* any higher bits may stand */
+    int i;
+    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
+}
+
+static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_helpers *help) {
+    const tkvi_side *s = r->s;
+    const tkvi_token_at at = tkvi_token_places(s);
+    float level[16];
+    int c;
+    r->row = at.row;
+    r->bits = s->grid->bits;
+    r->per = s->groups;
+    r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    if (r->bits == 4) {
+        for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
+        tkvi_reading_levels(r, level, 4);
+    } else {
+        r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
+                  : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
+                                               : TKVI_CODES_E5M2;
+    }
+    if (at.parts) {
+        r->parts = src + at.part;
+        r->per = at.parts;
+        r->shift = 4;
+    }
+    help->halves(src + at.scale, TKVI_BLOCK * s->groups, r->by);
+    return 1;
+}
+
+/* Where the vectors are; 0: not at whole bytes. */
+static int tkvi_reading_vectors(tkvi_reading *r) {
+    const tkvi_rope *rope = r->rope;
+    int c = 0, n = 0, i;
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16) {
+            r->at[n++] = i * rope->step * r->bits / 8;
+            r->at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
+        }
+        c = 2 * rope->pairs;
+        if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
+    }
+    r->pairs = n;
+    for (; c < r->s->dim; c += 16) r->at[n++] = c * r->bits / 8;
+    r->vectors = n;
+    return 1;
+}
+
+/* Channels in the order of the vectors, the rest 0. */
+static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+    const int dim = r->s->dim;
+    int i, j, c = 0;
+    memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (r->rope) {
+        for (i = 0; i < r->rope->pairs; i += 16, to += 32)
+            for (j = i; j < tkvi_min(i + 16, r->rope->pairs); j++) {
+                to[j - i] = from[j * r->rope->step];
+                to[16 + j - i] = from[j * r->rope->step + r->rope->apart];
+            }
+        c = 2 * r->rope->pairs;
+    }
+    memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
+}
+
+/* What a side is read by; 0: nobody here knows it. */
+static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                              const tkvi_helpers *help) {
+    tkvi_kvquant_ranges own;
+    tkvi_book standard;
+    r->s = s;
+    r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    r->codes = src;
+    r->ahead = tkvi_ahead(src, next);
+    r->slots = r->parts = NULL;
+    r->kind = TKVI_CODES_TABLE;
+    r->by_channel = 0;
+    if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
+    if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
+    r->row = tkvi_kvquant_places(s).row;
+    r->bits = s->format->bits;
+    if (!tkvi_reading_vectors(r)) return 0;
+    if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
+    tkvi_reading_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
+    r->by_channel = s->which == TKV_K;
+    if (r->by_channel) {
+        if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
+        tkvi_reading_order(r, own.radius, r->by);
+        tkvi_reading_order(r, own.middle, r->plus);
+    } else {
+        r->per = 1;
+        r->shift = 8;
+        help->halves(src + s->code_bytes, TKVI_BLOCK, r->by);
+        help->halves(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->plus);
+    }
+    return 1;
+}
+
+/* Between the products: what the next record has where token t of this one is. */
+TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
+    const tkvi_side *s = r->s;
+    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row, (int)r->row, r->ahead);
+    if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
+        tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
+}
+
+TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+/* Cosine and sine by which RoPE turns the block's first key. */
+static void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
+    const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+    int j;
+    for (j = 0; j < r->rope->pairs; j++) tkvi_cos_sin(start * r->rope->turn[j], &cosine[j], &sine[j]);
+}
+
+/* Queries as vectors meet them: [row][TKVI_READ_FLOATS]; and what every score is short of. */
+static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
+                                 float *less) {
+    const tkvi_side *s = r->s;
+    float plain[TKV_MAX_HEAD_DIM];
+    int i, c;
+    memcpy(plain, ref, (size_t)s->pad * sizeof(float));
+    if (s->grid && s->center)
+        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_half_at(r->codes + tkvi_token_places(s).mean + 2 * c);
+    for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
+    for (i = 0; i < rows; i++) {
+        memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
+        if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
+        tkvi_reading_order(r, plain, to + i * TKVI_READ_FLOATS);
+    }
+}
+
+/* Outliers of key t of the 16 that q was turned back for. */
+static void tkvi_outliers_k(const tkvi_reading *r, int token, int t, const float *q, int rows,
+                            float *scores) {
+    const uint8_t *p = r->slots + 3 * token * r->s->slots;
+    const tkvi_rope *rope = r->rope;
+    int i, k;
+    for (i = 0; i < r->s->slots; i++, p += 3) {
+        const float x = tkvi_half_at(p + 1);
+        int c = p[0], partner, pair;
+        float own = x, other = 0.0f;
+        if (c >= r->s->dim) continue;
+        partner = c;
+        if (rope && c < 2 * rope->pairs) { /* to the order of the vectors */
+            const int second = rope->step == 2 ? c % 2 : c >= rope->apart;
+            pair = rope->step == 2 ? c / 2 : c - second * rope->apart;
+            c = pair / 16 * 32 + pair % 16;
+            partner = c + 16 - 16 * second;
+            c += 16 * second;
+            own = x * rope->cosine[t][pair];
+            other = second ? -x * rope->sine[t][pair] : x * rope->sine[t][pair];
+        } else if (rope) {
+            partner = c += 16 * r->pairs - 2 * rope->pairs;
+        }
+        for (k = 0; k < rows; k++)
+            scores[k * TKVI_BLOCK] +=
+                q[k * TKVI_READ_FLOATS + c] * own + q[k * TKVI_READ_FLOATS + partner] * other;
+    }
+}
+
+static void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n, float *out) {
+    const uint8_t *at = r->slots;
+    int t, i, k;
+    for (t = 0; t < n; t++)
+        for (i = 0; i < r->s->slots; i++, at += 3) {
+            const float x = tkvi_half_at(at + 1);
+            if (at[0] >= r->s->dim) continue;
+            for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
+        }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_DECODE_X86_H */
 /* ======== kernels_avx2.h ======== */
 /*
  * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
@@ -6122,21 +6361,24 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *q, const float *ref,
+                                                        int left, int n, float *scores) {
+    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
+    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
+    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+}
+
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
-    uintptr_t ahead = tkvi_ahead(src, next);
     int r;
     (void)planes;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4) {
-        const float *x = q + r * s->pad;
-        float *o = scores + r * TKVI_BLOCK;
-        int left = rows - r;
-        if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 1, o);
-        else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 2, o);
-        else tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 4, o);
-    }
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                                 scores + r * TKVI_BLOCK);
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
@@ -6191,6 +6433,294 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
             else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
         }
         for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    }
+}
+
+/* >>decoded: see decode_x86.h */
+/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
+    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
+    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
+    const __m512i large =
+        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
+                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
+                                            _mm512_castps_si512(small));
+    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
+}
+
+/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+typedef struct tkvi_apart_avx512 {
+    __m512i pick[2], shift[2];
+    __m512 level;
+} tkvi_apart_avx512;
+
+TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int step = r->rope ? r->rope->step : 1;
+    int k;
+    for (k = 0; k < 2; k++) {
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
+        byte = _mm512_srli_epi32(bit, 3);
+        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
+        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
+    }
+    a->level = _mm512_load_ps(r->level);
+}
+
+/* 16 levels; those of a vector that is not whole end in rubbish. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8_t *p,
+                                          const tkvi_apart_avx512 *a, const int k) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m512i x;
+    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
+    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
+    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
+    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+}
+
+/* Factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r, int n) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < n; t++) { /* what stands behind a token's factors is overwritten by the next */
+        const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)(r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per,
+                         _mm512_mul_ps(tkvi_e4m3_avx512(bytes), _mm512_set1_ps(scale[t])));
+    }
+}
+
+/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const int by_channel, const int turn, int from, int n,
+                                             const float *q, int rows, const int nr, float *scores) {
+    tkvi_apart_avx512 apart;
+    int t, v, r, j;
+    tkvi_apart_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) {
+        __m512 acc[4][4];
+        const uint8_t *k[4];
+        const float *by[4];
+        int token[4];
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) {
+            token[j] = tkvi_min(t + j, n - 1);
+            k[j] = rd->codes + (size_t)(from + token[j]) * rd->row;
+            by[j] = rd->by + (from + token[j]) * rd->per;
+            tkvi_reading_prefetch(rd, from + t + j);
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+        }
+        v = 0;
+        for (; v < (turn ? rd->pairs : 0); v += 2) { /* keys of KVQUANT */
+            const float *y = q + 16 * v;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const float *c = rd->rope->cosine[token[j]] + 8 * v, *s = rd->rope->sine[token[j]] + 8 * v;
+                __m512 a = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0), w;
+                __m512 b = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
+                a = _mm512_fmadd_ps(a, _mm512_load_ps(rd->by + 16 * v), _mm512_load_ps(rd->plus + 16 * v));
+                b = _mm512_fmadd_ps(b, _mm512_load_ps(rd->by + 16 * v + 16),
+                                    _mm512_load_ps(rd->plus + 16 * v + 16));
+                w = _mm512_fnmadd_ps(b, _mm512_loadu_ps(s), _mm512_mul_ps(a, _mm512_loadu_ps(c)));
+                b = _mm512_fmadd_ps(a, _mm512_loadu_ps(s), _mm512_mul_ps(b, _mm512_loadu_ps(c)));
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const float *yr = y + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS;
+                    acc[r][j] = _mm512_fmadd_ps(w, _mm512_load_ps(yr), acc[r][j]);
+                    acc[r][j] = _mm512_fmadd_ps(b, _mm512_load_ps(yr + 16), acc[r][j]);
+                }
+            }
+        }
+        for (; v < rd->vectors; v++) {
+            __m512 x[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                x[j] = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
+                if (by_channel)
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
+                                           _mm512_load_ps(rd->plus + 16 * v));
+                else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                __m512 y = _mm512_load_ps(q + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS + 16 * v);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++)
+            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+    }
+}
+
+/* A function for each kind of codes, so that nothing is asked in its loops. */
+#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+                                                          const float *q, int rows, float *scores) {         \
+        if (rows == 1) tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 1, scores);      \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 4, scores);                \
+    }
+TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
+TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
+TKVI_DECODED_K_(e4m3, TKVI_CODES_E4M3, 0, 0)
+TKVI_DECODED_K_(e5m2, TKVI_CODES_E5M2, 0, 0)
+TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
+TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+#undef TKVI_DECODED_K_
+
+/* Turns 16 v channels in the order of the vectors back. */
+TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
+                                            float *x) {
+    int v;
+    for (v = 0; v < r->pairs; v += 2, x += 32) {
+        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
+        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
+        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
+        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *q, const float *ref,
+                                                     int rows, int n, int planes, float *scores) {
+    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, int rows,
+                                  float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
+                                                    tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+                                                    tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    tkvi_reading rd;
+    int from, r, t, step, kind;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rd.parts) tkvi_parts_avx512(&rd, n);
+    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
+    step = rd.rope ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += step) {
+        const int count = tkvi_min(step, n - from);
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                  from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
+        for (r = 0; r < rows; r += 4)
+            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, rows - r, scores + r * TKVI_BLOCK + from);
+        for (t = 0; t < count && rd.slots; t++) tkvi_outliers_k(&rd, from + t, t, x, rows, scores + from + t);
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            float *at = scores + r * TKVI_BLOCK + t;
+            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
+        }
+}
+
+/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const float *p, int rows, int n, int first, const int nr,
+                                             const int nv, float *out) {
+    const uint8_t *src = rd->codes + first * rd->bits / 8;
+    const float *by = rd->by;
+    tkvi_apart_avx512 apart;
+    int t, r, j;
+    __m512 acc[4][4];
+    tkvi_apart_of_avx512(rd, &apart);
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    }
+    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+        __m512 x[4];
+        if (first == 0) tkvi_reading_prefetch(rd, t);
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) {
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 0);
+            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+        }
+    }
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++)
+            if (r < rows) {
+                float *o = out + r * rd->s->pad + first + 16 * j;
+                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+            }
+    }
+}
+
+#define TKVI_DECODED_V_(name, kind)                                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
+                                                          int n, float *out) {                               \
+        int c = 0;                                                                                           \
+        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
+            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
+            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
+        }                                                                                                    \
+        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
+    }
+TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
+TKVI_DECODED_V_(int8, TKVI_CODES_INT8)
+TKVI_DECODED_V_(e4m3, TKVI_CODES_E4M3)
+TKVI_DECODED_V_(e5m2, TKVI_CODES_E5M2)
+#undef TKVI_DECODED_V_
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *p, int rows, int n,
+                                                     int planes, float *out) {
+    static void (*const kinds[4])(const tkvi_reading *rd, const float *p, int rows, int n, float *out) = {
+        tkvi_table_v_avx512, tkvi_int8_v_avx512, tkvi_e4m3_v_avx512, tkvi_e5m2_v_avx512};
+    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    float *o = s->grid && s->rotate ? sum : out;
+    int r, c, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx512(&rd, n);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+        __m512 plus = _mm512_setzero_ps();
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            plus =
+                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
+        for (c = 0; c < s->pad; c += 16)
+            _mm512_storeu_ps(out + r * s->pad + c,
+                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
     }
 }
 
@@ -6493,8 +7023,10 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512, tkvi_decoded_k},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512, tkvi_decoded_v},
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
+     tkvi_decoded_k_avx512},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
+     tkvi_decoded_v_avx512},
     &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,

@@ -5,7 +5,7 @@
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
 
-#include "kernels_x86.h"
+#include "decode_x86.h"
 
 #ifdef TKVI_X86
 
