@@ -4510,11 +4510,18 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
     int i, j, c = 0;
     memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
     if (r->rope) {
-        for (i = 0; i < r->rope->pairs; i += 16, to += 32)
-            for (j = i; j < tkvi_min(i + 16, r->rope->pairs); j++) {
-                to[j - i] = from[j * r->rope->step];
-                to[16 + j - i] = from[j * r->rope->step + r->rope->apart];
-            }
+        const int step = r->rope->step, apart = r->rope->apart;
+        for (i = 0; i < r->rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, r->rope->pairs - i);
+            if (step == 1) {
+                memcpy(to, from + i, (size_t)n * sizeof *to);
+                memcpy(to + 16, from + i + apart, (size_t)n * sizeof *to);
+            } else
+                for (j = 0; j < n; j++) {
+                    to[j] = from[2 * (i + j)];
+                    to[16 + j] = from[2 * (i + j) + 1];
+                }
+        }
         c = 2 * r->rope->pairs;
     }
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
@@ -4567,11 +4574,38 @@ TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
     return x;
 }
 
-/* Cosine and sine by which RoPE turns the block's first key. */
-static void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
+/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
     const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+    const __m256i one = _mm256_set1_epi32(1);
+    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) tkvi_cos_sin(start * r->rope->turn[j], &cosine[j], &sine[j]);
+    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
+    for (; j % 8 != 0; j++) turns[j] = 0;
+    for (j = 0; j < r->rope->pairs; j += 8) {
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
+        const __m256 x =
+            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
+                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
+        const __m256 z = _mm256_mul_ps(x, x);
+        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
+        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
+               y;
+        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
+        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
+        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
+        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        c = _mm256_blendv_ps(c, s, swap);
+        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
+        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
+                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
+        _mm256_storeu_ps(cosine + j, c);
+        _mm256_storeu_ps(sine + j, s);
+    }
 }
 
 /* Queries as vectors meet them: [row][TKVI_READ_FLOATS]; and what every score is short of. */
@@ -4591,41 +4625,40 @@ static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const fl
     }
 }
 
-/* Outliers of key t of the 16 that q was turned back for. */
-static void tkvi_outliers_k(const tkvi_reading *r, int token, int t, const float *q, int rows,
-                            float *scores) {
-    const uint8_t *p = r->slots + 3 * token * r->s->slots;
+/* Where channel c is in the order of the vectors. */
+TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
     const tkvi_rope *rope = r->rope;
-    int i, k;
-    for (i = 0; i < r->s->slots; i++, p += 3) {
-        const float x = tkvi_half_at(p + 1);
-        int c = p[0], partner, pair;
-        float own = x, other = 0.0f;
-        if (c >= r->s->dim) continue;
-        partner = c;
-        if (rope && c < 2 * rope->pairs) { /* to the order of the vectors */
-            const int second = rope->step == 2 ? c % 2 : c >= rope->apart;
-            pair = rope->step == 2 ? c / 2 : c - second * rope->apart;
-            c = pair / 16 * 32 + pair % 16;
-            partner = c + 16 - 16 * second;
-            c += 16 * second;
-            own = x * rope->cosine[t][pair];
-            other = second ? -x * rope->sine[t][pair] : x * rope->sine[t][pair];
-        } else if (rope) {
-            partner = c += 16 * r->pairs - 2 * rope->pairs;
-        }
-        for (k = 0; k < rows; k++)
-            scores[k * TKVI_BLOCK] +=
-                q[k * TKVI_READ_FLOATS + c] * own + q[k * TKVI_READ_FLOATS + partner] * other;
-    }
+    int second, pair;
+    if (!rope) return c;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
+    return pair / 16 * 32 + pair % 16 + 16 * second;
 }
 
-static void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n, float *out) {
+TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
+}
+
+/* Outliers of n keys into rows of zeros, or out of them again. */
+static TKVI_TARGET_AVX2 void tkvi_outliers_k(const tkvi_reading *r, int from, int n, int there, float *more) {
+    const uint8_t *p = r->slots + 3 * from * r->s->slots;
+    int t, i;
+    for (t = 0; t < n; t++, more += TKVI_READ_FLOATS)
+        for (i = 0; i < r->s->slots; i++, p += 3)
+            if (p[0] < r->s->dim) {
+                float *at = more + tkvi_reading_place(r, p[0]);
+                *at = there ? *at + tkvi_half_x86(p + 1) : 0.0f;
+            }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
+                                             float *out) {
     const uint8_t *at = r->slots;
     int t, i, k;
     for (t = 0; t < n; t++)
         for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_half_at(at + 1);
+            const float x = tkvi_half_x86(at + 1);
             if (at[0] >= r->s->dim) continue;
             for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
         }
@@ -6505,7 +6538,8 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r, int n) {
 /* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
 TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
                                              const int by_channel, const int turn, int from, int n,
-                                             const float *q, int rows, const int nr, float *scores) {
+                                             const float *q, const float *more, int rows, const int nr,
+                                             float *scores) {
     tkvi_apart_avx512 apart;
     int t, v, r, j;
     tkvi_apart_of_avx512(rd, &apart);
@@ -6527,24 +6561,30 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2) { /* keys of KVQUANT */
-            const float *y = q + 16 * v;
+        for (; v < (turn ? rd->pairs : 0); v += 2) {
+            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+            __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const float *c = rd->rope->cosine[token[j]] + 8 * v, *s = rd->rope->sine[token[j]] + 8 * v;
-                __m512 a = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0), w;
-                __m512 b = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
-                a = _mm512_fmadd_ps(a, _mm512_load_ps(rd->by + 16 * v), _mm512_load_ps(rd->plus + 16 * v));
-                b = _mm512_fmadd_ps(b, _mm512_load_ps(rd->by + 16 * v + 16),
-                                    _mm512_load_ps(rd->plus + 16 * v + 16));
-                w = _mm512_fnmadd_ps(b, _mm512_loadu_ps(s), _mm512_mul_ps(a, _mm512_loadu_ps(c)));
-                b = _mm512_fmadd_ps(a, _mm512_loadu_ps(s), _mm512_mul_ps(b, _mm512_loadu_ps(c)));
+                const __m512 c = _mm512_loadu_ps(rd->rope->cosine[token[j]] + 8 * v);
+                const __m512 d = _mm512_loadu_ps(rd->rope->sine[token[j]] + 8 * v);
+                const float *m = more + token[j] * TKVI_READ_FLOATS + 16 * v;
+                __m512 x = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(m));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(m + 16));
+                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
+                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                const float *y = q + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS + 16 * v;
+                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
-                for (r = 0; r < nr; r++) {
-                    const float *yr = y + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS;
-                    acc[r][j] = _mm512_fmadd_ps(w, _mm512_load_ps(yr), acc[r][j]);
-                    acc[r][j] = _mm512_fmadd_ps(b, _mm512_load_ps(yr + 16), acc[r][j]);
-                }
+                for (j = 0; j < 4; j++)
+                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
         for (; v < rd->vectors; v++) {
@@ -6552,10 +6592,11 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
                 x[j] = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
-                if (by_channel)
+                if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
-                else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + token[j] * TKVI_READ_FLOATS + 16 * v));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
@@ -6573,9 +6614,11 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
 /* A function for each kind of codes, so that nothing is asked in its loops. */
 #define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
-                                                          const float *q, int rows, float *scores) {         \
-        if (rows == 1) tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 1, scores);      \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 4, scores);                \
+                                                          const float *q, const float *more, int rows,       \
+                                                          float *scores) {                                   \
+        if (rows == 1)                                                                                       \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
@@ -6600,12 +6643,13 @@ TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
                                                      int rows, int n, int planes, float *scores) {
-    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, int rows,
-                                  float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
-                                                    tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
-                                                    tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
+                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2];          /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
     if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
@@ -6616,16 +6660,19 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     if (rd.parts) tkvi_parts_avx512(&rd, n);
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
-    step = rd.rope ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.by_channel) memset(more, 0, sizeof more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
                                   from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
+        if (rd.slots) tkvi_outliers_k(&rd, from, count, 1, more);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, rows - r, scores + r * TKVI_BLOCK + from);
-        for (t = 0; t < count && rd.slots; t++) tkvi_outliers_k(&rd, from + t, t, x, rows, scores + from + t);
+            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, more, rows - r,
+                        scores + r * TKVI_BLOCK + from);
+        if (rd.slots) tkvi_outliers_k(&rd, from, count, 0, more);
     }
     for (r = 0; r < rows; r++)
         for (t = 0; t < TKVI_BLOCK; t += 16) {

@@ -104,11 +104,18 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
     int i, j, c = 0;
     memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
     if (r->rope) {
-        for (i = 0; i < r->rope->pairs; i += 16, to += 32)
-            for (j = i; j < tkvi_min(i + 16, r->rope->pairs); j++) {
-                to[j - i] = from[j * r->rope->step];
-                to[16 + j - i] = from[j * r->rope->step + r->rope->apart];
-            }
+        const int step = r->rope->step, apart = r->rope->apart;
+        for (i = 0; i < r->rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, r->rope->pairs - i);
+            if (step == 1) {
+                memcpy(to, from + i, (size_t)n * sizeof *to);
+                memcpy(to + 16, from + i + apart, (size_t)n * sizeof *to);
+            } else
+                for (j = 0; j < n; j++) {
+                    to[j] = from[2 * (i + j)];
+                    to[16 + j] = from[2 * (i + j) + 1];
+                }
+        }
         c = 2 * r->rope->pairs;
     }
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
@@ -161,11 +168,38 @@ TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
     return x;
 }
 
-/* Cosine and sine by which RoPE turns the block's first key. */
-static void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
+/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
     const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+    const __m256i one = _mm256_set1_epi32(1);
+    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
     int j;
-    for (j = 0; j < r->rope->pairs; j++) tkvi_cos_sin(start * r->rope->turn[j], &cosine[j], &sine[j]);
+    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
+    for (; j % 8 != 0; j++) turns[j] = 0;
+    for (j = 0; j < r->rope->pairs; j += 8) {
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
+        const __m256 x =
+            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
+                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
+        const __m256 z = _mm256_mul_ps(x, x);
+        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
+        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
+               y;
+        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
+        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
+        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
+        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        c = _mm256_blendv_ps(c, s, swap);
+        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
+        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
+                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
+        _mm256_storeu_ps(cosine + j, c);
+        _mm256_storeu_ps(sine + j, s);
+    }
 }
 
 /* Queries as vectors meet them: [row][TKVI_READ_FLOATS]; and what every score is short of. */
@@ -185,41 +219,40 @@ static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const fl
     }
 }
 
-/* Outliers of key t of the 16 that q was turned back for. */
-static void tkvi_outliers_k(const tkvi_reading *r, int token, int t, const float *q, int rows,
-                            float *scores) {
-    const uint8_t *p = r->slots + 3 * token * r->s->slots;
+/* Where channel c is in the order of the vectors. */
+TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
     const tkvi_rope *rope = r->rope;
-    int i, k;
-    for (i = 0; i < r->s->slots; i++, p += 3) {
-        const float x = tkvi_half_at(p + 1);
-        int c = p[0], partner, pair;
-        float own = x, other = 0.0f;
-        if (c >= r->s->dim) continue;
-        partner = c;
-        if (rope && c < 2 * rope->pairs) { /* to the order of the vectors */
-            const int second = rope->step == 2 ? c % 2 : c >= rope->apart;
-            pair = rope->step == 2 ? c / 2 : c - second * rope->apart;
-            c = pair / 16 * 32 + pair % 16;
-            partner = c + 16 - 16 * second;
-            c += 16 * second;
-            own = x * rope->cosine[t][pair];
-            other = second ? -x * rope->sine[t][pair] : x * rope->sine[t][pair];
-        } else if (rope) {
-            partner = c += 16 * r->pairs - 2 * rope->pairs;
-        }
-        for (k = 0; k < rows; k++)
-            scores[k * TKVI_BLOCK] +=
-                q[k * TKVI_READ_FLOATS + c] * own + q[k * TKVI_READ_FLOATS + partner] * other;
-    }
+    int second, pair;
+    if (!rope) return c;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
+    return pair / 16 * 32 + pair % 16 + 16 * second;
 }
 
-static void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n, float *out) {
+TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
+}
+
+/* Outliers of n keys into rows of zeros, or out of them again. */
+static TKVI_TARGET_AVX2 void tkvi_outliers_k(const tkvi_reading *r, int from, int n, int there, float *more) {
+    const uint8_t *p = r->slots + 3 * from * r->s->slots;
+    int t, i;
+    for (t = 0; t < n; t++, more += TKVI_READ_FLOATS)
+        for (i = 0; i < r->s->slots; i++, p += 3)
+            if (p[0] < r->s->dim) {
+                float *at = more + tkvi_reading_place(r, p[0]);
+                *at = there ? *at + tkvi_half_x86(p + 1) : 0.0f;
+            }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
+                                             float *out) {
     const uint8_t *at = r->slots;
     int t, i, k;
     for (t = 0; t < n; t++)
         for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_half_at(at + 1);
+            const float x = tkvi_half_x86(at + 1);
             if (at[0] >= r->s->dim) continue;
             for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
         }

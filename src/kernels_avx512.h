@@ -700,7 +700,8 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r, int n) {
 /* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
 TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
                                              const int by_channel, const int turn, int from, int n,
-                                             const float *q, int rows, const int nr, float *scores) {
+                                             const float *q, const float *more, int rows, const int nr,
+                                             float *scores) {
     tkvi_apart_avx512 apart;
     int t, v, r, j;
     tkvi_apart_of_avx512(rd, &apart);
@@ -722,24 +723,30 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2) { /* keys of KVQUANT */
-            const float *y = q + 16 * v;
+        for (; v < (turn ? rd->pairs : 0); v += 2) {
+            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+            __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const float *c = rd->rope->cosine[token[j]] + 8 * v, *s = rd->rope->sine[token[j]] + 8 * v;
-                __m512 a = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0), w;
-                __m512 b = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
-                a = _mm512_fmadd_ps(a, _mm512_load_ps(rd->by + 16 * v), _mm512_load_ps(rd->plus + 16 * v));
-                b = _mm512_fmadd_ps(b, _mm512_load_ps(rd->by + 16 * v + 16),
-                                    _mm512_load_ps(rd->plus + 16 * v + 16));
-                w = _mm512_fnmadd_ps(b, _mm512_loadu_ps(s), _mm512_mul_ps(a, _mm512_loadu_ps(c)));
-                b = _mm512_fmadd_ps(a, _mm512_loadu_ps(s), _mm512_mul_ps(b, _mm512_loadu_ps(c)));
+                const __m512 c = _mm512_loadu_ps(rd->rope->cosine[token[j]] + 8 * v);
+                const __m512 d = _mm512_loadu_ps(rd->rope->sine[token[j]] + 8 * v);
+                const float *m = more + token[j] * TKVI_READ_FLOATS + 16 * v;
+                __m512 x = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(m));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(m + 16));
+                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
+                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                const float *y = q + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS + 16 * v;
+                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
-                for (r = 0; r < nr; r++) {
-                    const float *yr = y + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS;
-                    acc[r][j] = _mm512_fmadd_ps(w, _mm512_load_ps(yr), acc[r][j]);
-                    acc[r][j] = _mm512_fmadd_ps(b, _mm512_load_ps(yr + 16), acc[r][j]);
-                }
+                for (j = 0; j < 4; j++)
+                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
         for (; v < rd->vectors; v++) {
@@ -747,10 +754,11 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
                 x[j] = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
-                if (by_channel)
+                if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
-                else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + token[j] * TKVI_READ_FLOATS + 16 * v));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
@@ -768,9 +776,11 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
 /* A function for each kind of codes, so that nothing is asked in its loops. */
 #define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
-                                                          const float *q, int rows, float *scores) {         \
-        if (rows == 1) tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 1, scores);      \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, rows, 4, scores);                \
+                                                          const float *q, const float *more, int rows,       \
+                                                          float *scores) {                                   \
+        if (rows == 1)                                                                                       \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
 TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
@@ -795,12 +805,13 @@ TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
                                                      int rows, int n, int planes, float *scores) {
-    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, int rows,
-                                  float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
-                                                    tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
-                                                    tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
+                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2];          /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
     if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
@@ -811,16 +822,19 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     if (rd.parts) tkvi_parts_avx512(&rd, n);
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
-    step = rd.rope ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.by_channel) memset(more, 0, sizeof more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
                                   from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
+        if (rd.slots) tkvi_outliers_k(&rd, from, count, 1, more);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, rows - r, scores + r * TKVI_BLOCK + from);
-        for (t = 0; t < count && rd.slots; t++) tkvi_outliers_k(&rd, from + t, t, x, rows, scores + from + t);
+            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, more, rows - r,
+                        scores + r * TKVI_BLOCK + from);
+        if (rd.slots) tkvi_outliers_k(&rd, from, count, 0, more);
     }
     for (r = 0; r < rows; r++)
         for (t = 0; t < TKVI_BLOCK; t += 16) {
