@@ -4506,23 +4506,24 @@ static int tkvi_reading_vectors(tkvi_reading *r) {
 
 /* Channels in the order of the vectors, the rest 0. */
 static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+    const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
     int i, j, c = 0;
-    memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
-    if (r->rope) {
-        const int step = r->rope->step, apart = r->rope->apart;
-        for (i = 0; i < r->rope->pairs; i += 16, to += 32) {
-            const int n = tkvi_min(16, r->rope->pairs - i);
-            if (step == 1) {
-                memcpy(to, from + i, (size_t)n * sizeof *to);
-                memcpy(to + 16, from + i + apart, (size_t)n * sizeof *to);
-            } else
-                for (j = 0; j < n; j++) {
-                    to[j] = from[2 * (i + j)];
-                    to[16 + j] = from[2 * (i + j) + 1];
-                }
+    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, rope->pairs - i);
+            if (rope->step == 1 && n == 16) {
+                memcpy(to, from + i, 16 * sizeof *to);
+                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
+                continue;
+            }
+            for (j = 0; j < n; j++) {
+                to[j] = from[(i + j) * rope->step];
+                to[16 + j] = from[(i + j) * rope->step + rope->apart];
+            }
         }
-        c = 2 * r->rope->pairs;
+        c = 2 * rope->pairs;
     }
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
 }
@@ -4640,16 +4641,18 @@ TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
-/* Outliers of n keys into rows of zeros, or out of them again. */
-static TKVI_TARGET_AVX2 void tkvi_outliers_k(const tkvi_reading *r, int from, int n, int there, float *more) {
+/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
+                                            float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;
-    int t, i;
-    for (t = 0; t < n; t++, more += TKVI_READ_FLOATS)
+    int t, i, count = 0;
+    for (t = 0; t < n; t++, more += 16 * r->vectors)
         for (i = 0; i < r->s->slots; i++, p += 3)
             if (p[0] < r->s->dim) {
-                float *at = more + tkvi_reading_place(r, p[0]);
-                *at = there ? *at + tkvi_half_x86(p + 1) : 0.0f;
+                where[count] = more + tkvi_reading_place(r, p[0]);
+                *where[count++] += tkvi_half_x86(p + 1);
             }
+    return count;
 }
 
 static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
@@ -6570,7 +6573,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             for (j = 0; j < 4; j++) {
                 const __m512 c = _mm512_loadu_ps(rd->rope->cosine[token[j]] + 8 * v);
                 const __m512 d = _mm512_loadu_ps(rd->rope->sine[token[j]] + 8 * v);
-                const float *m = more + token[j] * TKVI_READ_FLOATS + 16 * v;
+                const float *m = more + 16 * (token[j] * rd->vectors + v);
                 __m512 x = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
                 __m512 y = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(m));
@@ -6595,7 +6598,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
                 if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + token[j] * TKVI_READ_FLOATS + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + 16 * (token[j] * rd->vectors + v)));
                 } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
             }
             TKVI_UNROLL
@@ -6649,7 +6652,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
                                                               tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2];          /* cosine and sine of the block's start */
+    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
     if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
@@ -6661,18 +6665,18 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, sizeof more);
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
+        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
                                   from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
-        if (rd.slots) tkvi_outliers_k(&rd, from, count, 1, more);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
-        if (rd.slots) tkvi_outliers_k(&rd, from, count, 0, more);
+        while (out > 0) *where[--out] = 0.0f;
     }
     for (r = 0; r < rows; r++)
         for (t = 0; t < TKVI_BLOCK; t += 16) {

@@ -100,23 +100,24 @@ static int tkvi_reading_vectors(tkvi_reading *r) {
 
 /* Channels in the order of the vectors, the rest 0. */
 static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+    const tkvi_rope *rope = r->rope;
     const int dim = r->s->dim;
     int i, j, c = 0;
-    memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
-    if (r->rope) {
-        const int step = r->rope->step, apart = r->rope->apart;
-        for (i = 0; i < r->rope->pairs; i += 16, to += 32) {
-            const int n = tkvi_min(16, r->rope->pairs - i);
-            if (step == 1) {
-                memcpy(to, from + i, (size_t)n * sizeof *to);
-                memcpy(to + 16, from + i + apart, (size_t)n * sizeof *to);
-            } else
-                for (j = 0; j < n; j++) {
-                    to[j] = from[2 * (i + j)];
-                    to[16 + j] = from[2 * (i + j) + 1];
-                }
+    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, rope->pairs - i);
+            if (rope->step == 1 && n == 16) {
+                memcpy(to, from + i, 16 * sizeof *to);
+                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
+                continue;
+            }
+            for (j = 0; j < n; j++) {
+                to[j] = from[(i + j) * rope->step];
+                to[16 + j] = from[(i + j) * rope->step + rope->apart];
+            }
         }
-        c = 2 * r->rope->pairs;
+        c = 2 * rope->pairs;
     }
     memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
 }
@@ -234,16 +235,18 @@ TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
 }
 
-/* Outliers of n keys into rows of zeros, or out of them again. */
-static TKVI_TARGET_AVX2 void tkvi_outliers_k(const tkvi_reading *r, int from, int n, int there, float *more) {
+/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
+                                            float **where) {
     const uint8_t *p = r->slots + 3 * from * r->s->slots;
-    int t, i;
-    for (t = 0; t < n; t++, more += TKVI_READ_FLOATS)
+    int t, i, count = 0;
+    for (t = 0; t < n; t++, more += 16 * r->vectors)
         for (i = 0; i < r->s->slots; i++, p += 3)
             if (p[0] < r->s->dim) {
-                float *at = more + tkvi_reading_place(r, p[0]);
-                *at = there ? *at + tkvi_half_x86(p + 1) : 0.0f;
+                where[count] = more + tkvi_reading_place(r, p[0]);
+                *where[count++] += tkvi_half_x86(p + 1);
             }
+    return count;
 }
 
 static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,

@@ -732,7 +732,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             for (j = 0; j < 4; j++) {
                 const __m512 c = _mm512_loadu_ps(rd->rope->cosine[token[j]] + 8 * v);
                 const __m512 d = _mm512_loadu_ps(rd->rope->sine[token[j]] + 8 * v);
-                const float *m = more + token[j] * TKVI_READ_FLOATS + 16 * v;
+                const float *m = more + 16 * (token[j] * rd->vectors + v);
                 __m512 x = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
                 __m512 y = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(m));
@@ -757,7 +757,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
                 if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + token[j] * TKVI_READ_FLOATS + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + 16 * (token[j] * rd->vectors + v)));
                 } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
             }
             TKVI_UNROLL
@@ -811,7 +811,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
                                                               tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2];          /* cosine and sine of the block's start */
+    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
     if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
@@ -823,18 +824,18 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, sizeof more);
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
     for (from = 0; from < n; from += step) {
         const int count = tkvi_min(step, n - from);
+        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
                                   from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
-        if (rd.slots) tkvi_outliers_k(&rd, from, count, 1, more);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
-        if (rd.slots) tkvi_outliers_k(&rd, from, count, 0, more);
+        while (out > 0) *where[--out] = 0.0f;
     }
     for (r = 0; r < rows; r++)
         for (t = 0; t < TKVI_BLOCK; t += 16) {
