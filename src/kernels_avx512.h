@@ -686,11 +686,11 @@ TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8
 }
 
 /* Factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r, int n) {
+static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t;
     memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < n; t++) { /* what stands behind a token's factors is overwritten by the next */
+    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
         const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)(r->parts + t * r->per));
         _mm512_storeu_ps(r->by + t * r->per,
                          _mm512_mul_ps(tkvi_e4m3_avx512(bytes), _mm512_set1_ps(scale[t])));
@@ -705,38 +705,34 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
     tkvi_apart_avx512 apart;
     int t, v, r, j;
     tkvi_apart_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) {
+    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
         __m512 acc[4][4];
-        const uint8_t *k[4];
-        const float *by[4];
-        int token[4];
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
+        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
+        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
         TKVI_UNROLL
-        for (j = 0; j < 4; j++) {
-            token[j] = tkvi_min(t + j, n - 1);
-            k[j] = rd->codes + (size_t)(from + token[j]) * rd->row;
-            by[j] = rd->by + (from + token[j]) * rd->per;
-            tkvi_reading_prefetch(rd, from + t + j);
-        }
+        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
             for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
         }
         v = 0;
-        for (; v < (turn ? rd->pairs : 0); v += 2) {
+        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
             const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
             const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
             const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(rd->rope->cosine[token[j]] + 8 * v);
-                const __m512 d = _mm512_loadu_ps(rd->rope->sine[token[j]] + 8 * v);
-                const float *m = more + 16 * (token[j] * rd->vectors + v);
-                __m512 x = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(kind, k[j] + rd->at[v + 1], &apart, 1);
-                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(m));
-                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(m + 16));
+                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const uint8_t *kj = k + (size_t)j * rd->row;
+                const float *mj = m + 16 * j * rd->vectors;
+                __m512 x = tkvi_level_avx512(kind, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(kind, kj + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
                 b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
             }
@@ -749,16 +745,18 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
                     acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
             }
         }
-        for (; v < rd->vectors; v++) {
+        for (; v < rd->vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->at[v];
+            const float *bv = by + (16 * v >> rd->shift);
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, k[j] + rd->at[v], &apart, 0);
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 0);
                 if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(more + 16 * (token[j] * rd->vectors + v)));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[j][16 * v >> rd->shift]));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
@@ -820,7 +818,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.parts) tkvi_parts_avx512(&rd, n);
+    if (rd.parts) tkvi_parts_avx512(&rd);
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
     kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
@@ -914,7 +912,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
         tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
         return;
     }
-    if (rd.parts) tkvi_parts_avx512(&rd, n);
+    if (rd.parts) tkvi_parts_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
     for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
     for (r = 0; r < rows && o == sum; r++) {
