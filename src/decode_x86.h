@@ -46,7 +46,7 @@ typedef struct tkvi_reading {
     TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
 } tkvi_reading;
 
-#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q */
+#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
 
 static void tkvi_reading_levels(tkvi_reading *r, const float *level,
                                 int bits) { /* any higher bits may stand */
@@ -163,6 +163,13 @@ TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
         tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
 }
 
+/* Rows of floats as the kernels of the exact tiers see them. */
+static void tkvi_reading_scratch(const tkvi_reading *r, tkvi_side *plain) {
+    *plain = *r->s;
+    plain->format = &tkvi_formats[TKV_F32];
+    plain->pad = (int16_t)(16 * r->vectors);
+}
+
 TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
@@ -203,7 +210,7 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
     }
 }
 
-/* Queries as vectors meet them: [row][TKVI_READ_FLOATS]; and what every score is short of. */
+/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
 static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
                                  float *less) {
     const tkvi_side *s = r->s;
@@ -216,7 +223,7 @@ static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const fl
     for (i = 0; i < rows; i++) {
         memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
         if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
-        tkvi_reading_order(r, plain, to + i * TKVI_READ_FLOATS);
+        tkvi_reading_order(r, plain, to + 16 * i * r->vectors);
     }
 }
 

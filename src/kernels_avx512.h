@@ -738,7 +738,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                const float *y = q + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS + 16 * v;
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
                 const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++)
@@ -760,7 +760,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             }
             TKVI_UNROLL
             for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + tkvi_min(r, rows - 1) * TKVI_READ_FLOATS + 16 * v);
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
                 TKVI_UNROLL
                 for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
             }
@@ -829,9 +829,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
             tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                  from ? rd.rope->sine[step] : first[1], x + r * TKVI_READ_FLOATS);
+                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
         for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + r * TKVI_READ_FLOATS, more, rows - r,
+            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
         while (out > 0) *where[--out] = 0.0f;
     }
