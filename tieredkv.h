@@ -5546,29 +5546,19 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin, second of partners or not; from the middle of them if `half`. */
-TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const uint8_t *p, int half, int second) {
-    const int neighbours = r->rope && r->rope->step == 2;
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i x, shift;
+/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
+                                      const uint8_t *p, const int half, __m256i shift) {
+    __m256i x;
     __m256 low, high;
-    if (r->kind != TKVI_CODES_TABLE) {
+    if (kind != TKVI_CODES_TABLE) {
         const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
-        if (r->kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        return r->kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes)
-                                          : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
     }
-    if (neighbours) { /* 16 channels, every second one */
-        p += 2 * half * r->bits;
-        x = _mm256_inserti128_si256(_mm256_set1_epi32(tkvi_int_at(p)),
-                                    _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
-        shift =
-            _mm256_mullo_epi32(_mm256_and_si256(lane, _mm256_set1_epi32(3)), _mm256_set1_epi32(2 * r->bits));
-        shift = _mm256_add_epi32(shift, _mm256_set1_epi32(second * r->bits));
-    } else {
-        x = _mm256_set1_epi32(tkvi_int_at(p + half * r->bits));
-        shift = _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits));
-    }
+    p += half * r->bits * (neighbours ? 2 : 1);
+    x = _mm256_set1_epi32(tkvi_int_at(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
     low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
@@ -5579,33 +5569,54 @@ static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t, c;
     memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) /* what stands behind a token's factors is overwritten by the next */
-        for (c = 0; c < r->per; c += 8) {
-            const uint8_t *p = r->parts + t * r->per + c;
-            const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)p);
-            _mm256_storeu_ps(r->by + t * r->per + c,
-                             _mm256_mul_ps(tkvi_e4m3_avx2(bytes), _mm256_set1_ps(scale[t])));
-        }
+    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
+        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    }
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
 }
 
 /* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
-static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
+                                      const int neighbours, int from, int n, float *x) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
+    __m256i shift[2];
     int t, v, h;
+    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
+    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
     for (t = from; t < from + n; t++) {
+        const uint8_t *row = r->codes + (size_t)t * r->row;
         const float *by = r->by + t * r->per;
         const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
         tkvi_reading_prefetch(r, t);
-        for (v = 0; v < r->vectors; v++)
+        for (v = 0; v < r->vectors; v++) {
+            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+            TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
-                const int c = 16 * v + 8 * h, partner = v < r->pairs;
-                __m256 y =
-                    tkvi_level_avx2(r, r->codes + (size_t)t * r->row + r->at[v], h, partner ? v & 1 : 0);
-                if (r->by_channel)
+                const int c = 16 * v + 8 * h;
+                __m256 y;
+                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                else
+                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
+                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                if (by_channel)
                     y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
                 else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
                 _mm256_store_ps(x, y);
             }
+        }
     }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */
@@ -6666,15 +6677,15 @@ TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
 
 /* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
 typedef struct tkvi_apart_avx512 {
-    __m512i pick[2], shift[2];
+    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
     __m512 level;
 } tkvi_apart_avx512;
 
 TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const int step = r->rope ? r->rope->step : 1;
     int k;
-    for (k = 0; k < 2; k++) {
+    for (k = 0; k < 3; k++) {
+        const int step = k < 2 && r->rope ? r->rope->step : 1;
         __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
         if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
         byte = _mm512_srli_epi32(bit, 3);
@@ -6703,9 +6714,9 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
     int t;
     memcpy(scale, r->by, sizeof scale);
     for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
-        const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)(r->parts + t * r->per));
-        _mm512_storeu_ps(r->by + t * r->per,
-                         _mm512_mul_ps(tkvi_e4m3_avx512(bytes), _mm512_set1_ps(scale[t])));
+        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
@@ -6763,7 +6774,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 0);
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
                 if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
@@ -6874,7 +6885,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_
         if (first == 0) tkvi_reading_prefetch(rd, t);
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 0);
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
             x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
         }
         TKVI_UNROLL

@@ -867,29 +867,19 @@ TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
     return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
 }
 
-/* p: where the 16 channels begin, second of partners or not; from the middle of them if `half`. */
-TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const uint8_t *p, int half, int second) {
-    const int neighbours = r->rope && r->rope->step == 2;
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i x, shift;
+/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
+                                      const uint8_t *p, const int half, __m256i shift) {
+    __m256i x;
     __m256 low, high;
-    if (r->kind != TKVI_CODES_TABLE) {
+    if (kind != TKVI_CODES_TABLE) {
         const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
-        if (r->kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        return r->kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes)
-                                          : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
     }
-    if (neighbours) { /* 16 channels, every second one */
-        p += 2 * half * r->bits;
-        x = _mm256_inserti128_si256(_mm256_set1_epi32(tkvi_int_at(p)),
-                                    _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
-        shift =
-            _mm256_mullo_epi32(_mm256_and_si256(lane, _mm256_set1_epi32(3)), _mm256_set1_epi32(2 * r->bits));
-        shift = _mm256_add_epi32(shift, _mm256_set1_epi32(second * r->bits));
-    } else {
-        x = _mm256_set1_epi32(tkvi_int_at(p + half * r->bits));
-        shift = _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits));
-    }
+    p += half * r->bits * (neighbours ? 2 : 1);
+    x = _mm256_set1_epi32(tkvi_int_at(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
     x = _mm256_srlv_epi32(x, shift);
     low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
     high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
@@ -900,33 +890,54 @@ static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
     TKVI_ALIGNED float scale[TKVI_BLOCK];
     int t, c;
     memcpy(scale, r->by, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) /* what stands behind a token's factors is overwritten by the next */
-        for (c = 0; c < r->per; c += 8) {
-            const uint8_t *p = r->parts + t * r->per + c;
-            const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)p);
-            _mm256_storeu_ps(r->by + t * r->per + c,
-                             _mm256_mul_ps(tkvi_e4m3_avx2(bytes), _mm256_set1_ps(scale[t])));
-        }
+    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
+        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    }
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
 }
 
 /* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
-static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
+                                      const int neighbours, int from, int n, float *x) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
+    __m256i shift[2];
     int t, v, h;
+    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
+    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
     for (t = from; t < from + n; t++) {
+        const uint8_t *row = r->codes + (size_t)t * r->row;
         const float *by = r->by + t * r->per;
         const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
         tkvi_reading_prefetch(r, t);
-        for (v = 0; v < r->vectors; v++)
+        for (v = 0; v < r->vectors; v++) {
+            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+            TKVI_UNROLL
             for (h = 0; h < 2; h++, x += 8) {
-                const int c = 16 * v + 8 * h, partner = v < r->pairs;
-                __m256 y =
-                    tkvi_level_avx2(r, r->codes + (size_t)t * r->row + r->at[v], h, partner ? v & 1 : 0);
-                if (r->by_channel)
+                const int c = 16 * v + 8 * h;
+                __m256 y;
+                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                else
+                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
+                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                if (by_channel)
                     y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
                 else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
                 _mm256_store_ps(x, y);
             }
+        }
     }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
 }
 
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */

@@ -654,15 +654,15 @@ TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
 
 /* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
 typedef struct tkvi_apart_avx512 {
-    __m512i pick[2], shift[2];
+    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
     __m512 level;
 } tkvi_apart_avx512;
 
 TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const int step = r->rope ? r->rope->step : 1;
     int k;
-    for (k = 0; k < 2; k++) {
+    for (k = 0; k < 3; k++) {
+        const int step = k < 2 && r->rope ? r->rope->step : 1;
         __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
         if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
         byte = _mm512_srli_epi32(bit, 3);
@@ -691,9 +691,9 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
     int t;
     memcpy(scale, r->by, sizeof scale);
     for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
-        const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)(r->parts + t * r->per));
-        _mm512_storeu_ps(r->by + t * r->per,
-                         _mm512_mul_ps(tkvi_e4m3_avx512(bytes), _mm512_set1_ps(scale[t])));
+        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
     }
 }
 
@@ -751,7 +751,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
             __m512 x[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 0);
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
                 if (by_channel) {
                     x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
                                            _mm512_load_ps(rd->plus + 16 * v));
@@ -862,7 +862,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_
         if (first == 0) tkvi_reading_prefetch(rd, t);
         TKVI_UNROLL
         for (j = 0; j < nv; j++) {
-            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 0);
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
             x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
         }
         TKVI_UNROLL
