@@ -1968,7 +1968,8 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
  * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A
  * format whose codes are tiles (tile.h) runs on the integer kernels of every instruction set as it is,
  * whatever its widths, channel order and level table; only `meta` is its own. One that is stored as
- * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time. If each
+ * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86
+ * those with rows of codes and a table of levels can be read by vectors, if decode_x86.h knows where they are. If each
  * token has a grid and a scale, format_token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
@@ -3181,7 +3182,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
  * A row has the channels' codes, low bits first, and fills up its last byte.
  * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
  * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED).
+ * Attention decodes (TKVI_AS_DECODED; on x86 by decode_x86.h).
  */
 #ifndef TKVI_FORMAT_KVQUANT_H
 #define TKVI_FORMAT_KVQUANT_H
@@ -4076,7 +4077,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. All instruction sets have this one. */
+/* >>decoded: any format, by its decode alone. x86 falls back to it (decode_x86.h). */
 #define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
 
 /* n is a multiple of 16: vectors also at -O2. */
