@@ -1205,16 +1205,22 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 }
 
 /* What a side has to know. */
+#define TKVI_ROPE_NEAR 16
+
 typedef struct tkvi_rope {
     int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
     uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
+
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
 /* The descriptor must be right. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
     uint64_t first = tkvi_turns(scale), ratio, power;
-    int j;
+    int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
     rope->step = r->interleaved ? 2 : 1;
@@ -1225,6 +1231,8 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
         rope->turn[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
+            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 
@@ -1449,7 +1457,8 @@ typedef struct tkvi_minifloat {
 
 static const tkvi_minifloat tkvi_e2m1 = {3, 1, -1, 7};
 static const tkvi_minifloat tkvi_e4m3 = {7, 3, -9 - 6, 0x7e};
-static const tkvi_minifloat tkvi_e5m2 = {7, 2, -16 - 12, 0x7b};
+#define TKVI_E5M2_LOW (-16 - 12)
+static const tkvi_minifloat tkvi_e5m2 = {7, 2, TKVI_E5M2_LOW, 0x7b};
 #define TKVI_E4M3_TOP 7.0f
 #define TKVI_E5M2_TOP 14.0f
 
@@ -1962,7 +1971,8 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
  * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A
  * format whose codes are tiles (tile.h) runs on the integer kernels of every instruction set as it is,
  * whatever its widths, channel order and level table; only `meta` is its own. One that is stored as
- * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time. If each
+ * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86
+ * those with rows of codes and a table of levels can be read by vectors, if decode_x86.h knows where they are. If each
  * token has a grid and a scale, format_token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
@@ -3179,7 +3189,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
  * A row has the channels' codes, low bits first, and fills up its last byte.
  * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
  * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED).
+ * Attention decodes (TKVI_AS_DECODED; on x86 by decode_x86.h).
  */
 #ifndef TKVI_FORMAT_KVQUANT_H
 #define TKVI_FORMAT_KVQUANT_H
@@ -4173,7 +4183,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. All instruction sets have this one. */
+/* >>decoded: any format, by its decode alone. x86 falls back to it (decode_x86.h). */
 #define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
 
 /* n is a multiple of 16: vectors also at -O2. */
@@ -4539,6 +4549,279 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_X86_H */
+/* ======== decode_x86.h ======== */
+/*
+ * decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
+ * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
+ * side are, and what is done to the query instead of to each token. kernels_avx2.h and kernels_avx512.h have
+ * the products. Calls kernels_x86.h.
+ *
+ *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
+ *                                           2^shift channels (the rest)
+ * and outliers, which are added to the answer. The query has the options of a format:
+ *     center    q.(y + mean) = q.y + q.mean
+ *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
+ *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
+ *               in a table, and the query is turned back by 16 more after 16 tokens
+ * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
+ * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *
+ * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ */
+#ifndef TKVI_DECODE_X86_H
+#define TKVI_DECODE_X86_H
+
+
+#ifdef TKVI_X86
+
+typedef enum tkvi_code_kind {
+    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_INT8,
+    TKVI_CODES_E4M3,
+    TKVI_CODES_E5M2
+} tkvi_code_kind;
+
+/* A side as rows of codes. */
+typedef struct tkvi_reading {
+    const tkvi_side *s;
+    const tkvi_rope *rope;
+    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
+    size_t row;
+    int bits, by_channel, shift, per; /* by[token * per + (channel >> shift)], plus[token] */
+    tkvi_code_kind kind;
+    const uint8_t *parts; /* E4M3 factors of 16 channels, to be multiplied into by: [token][per] */
+    uintptr_t ahead;
+    int vectors, pairs;                /* pairs: how many of the vectors are partners */
+    int at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
+    TKVI_ALIGNED float level[16];
+    TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
+} tkvi_reading;
+
+#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+
+static void tkvi_reading_levels(tkvi_reading *r, const float *level,
+                                int bits) { /* any higher bits may stand */
+    int i;
+    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
+}
+
+static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_helpers *help) {
+    const tkvi_side *s = r->s;
+    const tkvi_token_at at = tkvi_token_places(s);
+    float level[16];
+    int c;
+    r->row = at.row;
+    r->bits = s->grid->bits;
+    r->per = s->groups;
+    r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    if (r->bits == 4) {
+        for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
+        tkvi_reading_levels(r, level, 4);
+    } else {
+        r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
+                  : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
+                                               : TKVI_CODES_E5M2;
+    }
+    if (at.parts) {
+        r->parts = src + at.part;
+        r->per = at.parts;
+        r->shift = 4;
+    }
+    help->halves(src + at.scale, TKVI_BLOCK * s->groups, r->by);
+    return 1;
+}
+
+/* Where the vectors are; 0: not at whole bytes. */
+static int tkvi_reading_vectors(tkvi_reading *r) {
+    const tkvi_rope *rope = r->rope;
+    int c = 0, n = 0, i;
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16) {
+            r->at[n++] = i * rope->step * r->bits / 8;
+            r->at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
+        }
+        c = 2 * rope->pairs;
+        if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
+    }
+    r->pairs = n;
+    for (; c < r->s->dim; c += 16) r->at[n++] = c * r->bits / 8;
+    r->vectors = n;
+    return 1;
+}
+
+/* Channels in the order of the vectors, the rest 0. */
+static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+    const tkvi_rope *rope = r->rope;
+    const int dim = r->s->dim;
+    int i, j, c = 0;
+    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, rope->pairs - i);
+            if (rope->step == 1 && n == 16) {
+                memcpy(to, from + i, 16 * sizeof *to);
+                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
+                continue;
+            }
+            for (j = 0; j < n; j++) {
+                to[j] = from[(i + j) * rope->step];
+                to[16 + j] = from[(i + j) * rope->step + rope->apart];
+            }
+        }
+        c = 2 * rope->pairs;
+    }
+    memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
+}
+
+/* What a side is read by; 0: nobody here knows it. */
+static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                              const tkvi_helpers *help) {
+    tkvi_kvquant_ranges own;
+    tkvi_book standard;
+    r->s = s;
+    r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    r->codes = src;
+    r->ahead = tkvi_ahead(src, next);
+    r->slots = r->parts = NULL;
+    r->kind = TKVI_CODES_TABLE;
+    r->by_channel = 0;
+    if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
+    if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
+    r->row = tkvi_kvquant_places(s).row;
+    r->bits = s->format->bits;
+    if (!tkvi_reading_vectors(r)) return 0;
+    if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
+    tkvi_reading_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
+    r->by_channel = s->which == TKV_K;
+    if (r->by_channel) {
+        if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
+        tkvi_reading_order(r, own.radius, r->by);
+        tkvi_reading_order(r, own.middle, r->plus);
+    } else {
+        r->per = 1;
+        r->shift = 8;
+        help->halves(src + s->code_bytes, TKVI_BLOCK, r->by);
+        help->halves(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->plus);
+    }
+    return 1;
+}
+
+/* Between the products: what the next record has where token t of this one is. */
+TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
+    const tkvi_side *s = r->s;
+    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row, (int)r->row, r->ahead);
+    if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
+        tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
+}
+
+/* Rows of floats as the kernels of the exact tiers see them. */
+static void tkvi_reading_scratch(const tkvi_reading *r, tkvi_side *plain) {
+    *plain = *r->s;
+    plain->format = &tkvi_formats[TKV_F32];
+    plain->pad = (int16_t)(16 * r->vectors);
+}
+
+TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
+    const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+    const __m256i one = _mm256_set1_epi32(1);
+    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
+    for (; j % 8 != 0; j++) turns[j] = 0;
+    for (j = 0; j < r->rope->pairs; j += 8) {
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
+        const __m256 x =
+            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
+                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
+        const __m256 z = _mm256_mul_ps(x, x);
+        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
+        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
+               y;
+        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
+        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
+        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
+        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        c = _mm256_blendv_ps(c, s, swap);
+        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
+        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
+                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
+        _mm256_storeu_ps(cosine + j, c);
+        _mm256_storeu_ps(sine + j, s);
+    }
+}
+
+/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
+static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
+                                 float *less) {
+    const tkvi_side *s = r->s;
+    float plain[TKV_MAX_HEAD_DIM];
+    int i, c;
+    memcpy(plain, ref, (size_t)s->pad * sizeof(float));
+    if (s->grid && s->center)
+        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_half_at(r->codes + tkvi_token_places(s).mean + 2 * c);
+    for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
+    for (i = 0; i < rows; i++) {
+        memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
+        if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
+        tkvi_reading_order(r, plain, to + 16 * i * r->vectors);
+    }
+}
+
+/* Where channel c is in the order of the vectors. */
+TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
+    const tkvi_rope *rope = r->rope;
+    int second, pair;
+    if (!rope) return c;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
+    return pair / 16 * 32 + pair % 16 + 16 * second;
+}
+
+TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
+}
+
+/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
+                                            float **where) {
+    const uint8_t *p = r->slots + 3 * from * r->s->slots;
+    int t, i, count = 0;
+    for (t = 0; t < n; t++, more += 16 * r->vectors)
+        for (i = 0; i < r->s->slots; i++, p += 3)
+            if (p[0] < r->s->dim) {
+                where[count] = more + tkvi_reading_place(r, p[0]);
+                *where[count++] += tkvi_half_x86(p + 1);
+            }
+    return count;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
+                                             float *out) {
+    const uint8_t *at = r->slots;
+    int t, i, k;
+    for (t = 0; t < n; t++)
+        for (i = 0; i < r->s->slots; i++, at += 3) {
+            const float x = tkvi_half_x86(at + 1);
+            if (at[0] >= r->s->dim) continue;
+            for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
+        }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_DECODE_X86_H */
 /* ======== kernels_avx2.h ======== */
 /*
  * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
@@ -5322,21 +5605,24 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                                    const float *q, const float *ref, int left, int n,
+                                                    float *scores) {
+    if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 1, 4, scores);
+    else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 2, 4, scores);
+    else tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 4, 2, scores);
+}
+
 static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
-    uintptr_t ahead = tkvi_ahead(src, next);
     int r;
     (void)planes;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4) {
-        const float *x = q + r * s->pad;
-        float *o = scores + r * TKVI_BLOCK;
-        int left = rows - r;
-        if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 1, 4, o);
-        else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 2, 4, o);
-        else tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 4, 2, o);
-    }
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx2(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                               scores + r * TKVI_BLOCK);
 }
 
 /* 16 channels x nr rows, over all tokens. */
@@ -5383,6 +5669,178 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
             else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
             else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
         }
+}
+
+/* >>decoded: see decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
+/* Levels of eight channels; see kernels_avx512.h. */
+TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
+    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
+    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
+    const __m256i large =
+        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size),
+                                       _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m256i x =
+        _mm256_blendv_epi8(large, _mm256_castps_si256(small), _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
+    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
+                                      const uint8_t *p, const int half, __m256i shift) {
+    __m256i x;
+    __m256 low, high;
+    if (kind != TKVI_CODES_TABLE) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
+        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+    }
+    p += half * r->bits * (neighbours ? 2 : 1);
+    x = _mm256_set1_epi32(tkvi_int_at(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
+    x = _mm256_srlv_epi32(x, shift);
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t, c;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
+        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    }
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
+}
+
+/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
+TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
+                                      const int neighbours, int from, int n, float *x) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
+    __m256i shift[2];
+    int t, v, h;
+    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
+    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
+    for (t = from; t < from + n; t++) {
+        const uint8_t *row = r->codes + (size_t)t * r->row;
+        const float *by = r->by + t * r->per;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
+        tkvi_reading_prefetch(r, t);
+        for (v = 0; v < r->vectors; v++) {
+            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+            TKVI_UNROLL
+            for (h = 0; h < 2; h++, x += 8) {
+                const int c = 16 * v + 8 * h;
+                __m256 y;
+                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                else
+                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
+                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                if (by_channel)
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
+                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
+                _mm256_store_ps(x, y);
+            }
+        }
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+}
+
+/* Turns a row in the order of the vectors, by minus the angle if `back`. */
+static TKVI_TARGET_AVX2 void tkvi_turn_row_avx2(const tkvi_reading *r, const float *cosine, const float *sine,
+                                                int back, float *x) {
+    const __m256 sign = _mm256_set1_ps(back ? -0.0f : 0.0f);
+    int v, h;
+    for (v = 0; v < r->pairs; v += 2)
+        for (h = 0; h < 2; h++) {
+            float *at = x + 16 * v + 8 * h;
+            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
+            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
+            const __m256 b = _mm256_load_ps(at + 16);
+            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
+            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
+        }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *q, const float *ref, int rows, int n,
+                                                 int planes, float *scores) {
+    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_READ_FLOATS], x[TKVI_AT_ONCE * TKVI_READ_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_READ_FLOATS], less[TKVI_ROWS];
+    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
+    tkvi_reading rd;
+    tkvi_side plain;
+    int from, r, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    memset(none, 0, sizeof none);
+    if (rd.parts) tkvi_parts_avx2(&rd);
+    tkvi_reading_queries(&rd, q, ref, rows, turned, less);
+    tkvi_reading_scratch(&rd, &plain);
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                               turned + 16 * r * rd.vectors);
+        for (t = 1; t < count && rd.rope; t++)
+            tkvi_turn_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+        for (r = 0; r < rows; r += 4)
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
+                                   rows - r, count, scores + r * TKVI_BLOCK + from);
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *p, int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_READ_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    tkvi_side plain;
+    float *o = s->grid && s->rotate ? sum : out;
+    int from, r, c;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx2(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    tkvi_reading_scratch(&rd, &plain);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, planes, o);
+    }
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
 }
 
 /* >>tiles */
@@ -5803,8 +6261,8 @@ static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v},
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
     &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
@@ -6375,21 +6833,24 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *q, const float *ref,
+                                                        int left, int n, float *scores) {
+    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
+    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
+    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+}
+
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
-    uintptr_t ahead = tkvi_ahead(src, next);
     int r;
     (void)planes;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4) {
-        const float *x = q + r * s->pad;
-        float *o = scores + r * TKVI_BLOCK;
-        int left = rows - r;
-        if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 1, o);
-        else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 2, o);
-        else tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 4, o);
-    }
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                                 scores + r * TKVI_BLOCK);
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
@@ -6444,6 +6905,307 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
             else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
         }
         for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    }
+}
+
+/* >>decoded: see decode_x86.h */
+/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
+    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
+    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
+    const __m512i large =
+        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
+                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
+                                            _mm512_castps_si512(small));
+    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
+}
+
+/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+typedef struct tkvi_apart_avx512 {
+    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+    __m512 level;
+} tkvi_apart_avx512;
+
+TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int k;
+    for (k = 0; k < 3; k++) {
+        const int step = k < 2 && r->rope ? r->rope->step : 1;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
+        byte = _mm512_srli_epi32(bit, 3);
+        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
+        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
+    }
+    a->level = _mm512_load_ps(r->level);
+}
+
+/* 16 levels; those of a vector that is not whole end in rubbish. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8_t *p,
+                                          const tkvi_apart_avx512 *a, const int k) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m512i x;
+    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
+    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
+    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
+    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+}
+
+/* Factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
+        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+    }
+}
+
+/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const int by_channel, const int turn, int from, int n,
+                                             const float *q, const float *more, int rows, const int nr,
+                                             float *scores) {
+    tkvi_apart_avx512 apart;
+    int t, v, r, j;
+    tkvi_apart_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+        __m512 acc[4][4];
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
+        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
+        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+        }
+        v = 0;
+        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+            __m512 a[4], b[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const uint8_t *kj = k + (size_t)j * rd->row;
+                const float *mj = m + 16 * j * rd->vectors;
+                __m512 x = tkvi_level_avx512(kind, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(kind, kj + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
+                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
+                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
+            }
+        }
+        for (; v < rd->vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->at[v];
+            const float *bv = by + (16 * v >> rd->shift);
+            __m512 x[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                if (by_channel) {
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
+                                           _mm512_load_ps(rd->plus + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++)
+            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+    }
+}
+
+/* A function for each kind of codes, so that nothing is asked in its loops. */
+#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+                                                          const float *q, const float *more, int rows,       \
+                                                          float *scores) {                                   \
+        if (rows == 1)                                                                                       \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+    }
+TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
+TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
+TKVI_DECODED_K_(e4m3, TKVI_CODES_E4M3, 0, 0)
+TKVI_DECODED_K_(e5m2, TKVI_CODES_E5M2, 0, 0)
+TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
+TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+#undef TKVI_DECODED_K_
+
+/* Turns 16 v channels in the order of the vectors back. */
+TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
+                                            float *x) {
+    int v;
+    for (v = 0; v < r->pairs; v += 2, x += 32) {
+        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
+        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
+        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
+        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *q, const float *ref,
+                                                     int rows, int n, int planes, float *scores) {
+    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
+                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    tkvi_reading rd;
+    int from, r, t, step, kind;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
+    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += step) {
+        const int count = tkvi_min(step, n - from);
+        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+        for (r = 0; r < rows; r += 4)
+            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+                        scores + r * TKVI_BLOCK + from);
+        while (out > 0) *where[--out] = 0.0f;
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            float *at = scores + r * TKVI_BLOCK + t;
+            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
+        }
+}
+
+/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const float *p, int rows, int n, int first, const int nr,
+                                             const int nv, float *out) {
+    const uint8_t *src = rd->codes + first * rd->bits / 8;
+    const float *by = rd->by;
+    tkvi_apart_avx512 apart;
+    int t, r, j;
+    __m512 acc[4][4];
+    tkvi_apart_of_avx512(rd, &apart);
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    }
+    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+        __m512 x[4];
+        if (first == 0) tkvi_reading_prefetch(rd, t);
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) {
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+        }
+    }
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++)
+            if (r < rows) {
+                float *o = out + r * rd->s->pad + first + 16 * j;
+                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+            }
+    }
+}
+
+#define TKVI_DECODED_V_(name, kind)                                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
+                                                          int n, float *out) {                               \
+        int c = 0;                                                                                           \
+        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
+            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
+            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
+        }                                                                                                    \
+        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
+    }
+TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
+TKVI_DECODED_V_(int8, TKVI_CODES_INT8)
+TKVI_DECODED_V_(e4m3, TKVI_CODES_E4M3)
+TKVI_DECODED_V_(e5m2, TKVI_CODES_E5M2)
+#undef TKVI_DECODED_V_
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *p, int rows, int n,
+                                                     int planes, float *out) {
+    static void (*const kinds[4])(const tkvi_reading *rd, const float *p, int rows, int n, float *out) = {
+        tkvi_table_v_avx512, tkvi_int8_v_avx512, tkvi_e4m3_v_avx512, tkvi_e5m2_v_avx512};
+    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    float *o = s->grid && s->rotate ? sum : out;
+    int r, c, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+        __m512 plus = _mm512_setzero_ps();
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            plus =
+                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
+        for (c = 0; c < s->pad; c += 16)
+            _mm512_storeu_ps(out + r * s->pad + c,
+                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
     }
 }
 
@@ -6960,8 +7722,10 @@ static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float 
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512, tkvi_decoded_k},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512, tkvi_decoded_v},
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
+     tkvi_decoded_k_avx512},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
+     tkvi_decoded_v_avx512},
     &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,

@@ -117,6 +117,7 @@ static int plan(tkv_config *cfg, const options *o, const char *format, int layer
     } else {
         cfg->warm.k = cfg->archive.k = f;
         cfg->warm.v = cfg->archive.v = v;
+        if (strncmp(format, "kvquant", 7) == 0) cfg->rope.dim = o->dim; /* keys are turned back */
     }
     return 1;
 }

@@ -27,7 +27,7 @@
  * A row has the channels' codes, low bits first, and fills up its last byte.
  * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
  * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED).
+ * Attention decodes (TKVI_AS_DECODED; on x86 by decode_x86.h).
  */
 #ifndef TKVI_FORMAT_KVQUANT_H
 #define TKVI_FORMAT_KVQUANT_H

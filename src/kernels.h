@@ -292,7 +292,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. All instruction sets have this one. */
+/* >>decoded: any format, by its decode alone. x86 falls back to it (decode_x86.h). */
 #define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
 
 /* n is a multiple of 16: vectors also at -O2. */

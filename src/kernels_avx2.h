@@ -5,7 +5,7 @@
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
 
-#include "kernels_x86.h"
+#include "decode_x86.h"
 
 #ifdef TKVI_X86
 
@@ -781,21 +781,24 @@ TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, u
     }
 }
 
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                                    const float *q, const float *ref, int left, int n,
+                                                    float *scores) {
+    if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 1, 4, scores);
+    else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 2, 4, scores);
+    else tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 4, 2, scores);
+}
+
 static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                                const float *q, const float *ref, int rows, int n, int planes,
                                                float *scores) {
-    uintptr_t ahead = tkvi_ahead(src, next);
     int r;
     (void)planes;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4) {
-        const float *x = q + r * s->pad;
-        float *o = scores + r * TKVI_BLOCK;
-        int left = rows - r;
-        if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 1, 4, o);
-        else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 2, 4, o);
-        else tkvi_exact_k4_avx2(s, src, ahead, x, ref, left, n, 4, 2, o);
-    }
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx2(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                               scores + r * TKVI_BLOCK);
 }
 
 /* 16 channels x nr rows, over all tokens. */
@@ -842,6 +845,178 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
             else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
             else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
         }
+}
+
+/* >>decoded: see decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
+/* Levels of eight channels; see kernels_avx512.h. */
+TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
+    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
+    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
+    const __m256i large =
+        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size),
+                                       _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m256i x =
+        _mm256_blendv_epi8(large, _mm256_castps_si256(small), _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
+    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+/* p: where the 16 channels begin; eight of them, from the middle if `half`. Of neighbours every second one. */
+TKVI_FLAT_AVX2 __m256 tkvi_level_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int neighbours,
+                                      const uint8_t *p, const int half, __m256i shift) {
+    __m256i x;
+    __m256 low, high;
+    if (kind != TKVI_CODES_TABLE) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
+        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+    }
+    p += half * r->bits * (neighbours ? 2 : 1);
+    x = _mm256_set1_epi32(tkvi_int_at(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_int_at(p + r->bits)), 1);
+    x = _mm256_srlv_epi32(x, shift);
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* looks at 3 bits */
+    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_parts_avx2(tkvi_reading *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t, c;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->per; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->parts + t));
+        _mm256_store_ps(r->by + t, tkvi_e4m3_avx2(bytes));
+    }
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = 0; c < r->per; c++) r->by[t * r->per + c] *= scale[t];
+}
+
+/* Tokens from .. from + n - 1 to x, [token][16 * vectors]. */
+TKVI_FLAT_AVX2 void tkvi_rows_of_avx2(const tkvi_reading *r, const tkvi_code_kind kind, const int by_channel,
+                                      const int neighbours, int from, int n, float *x) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
+    __m256i shift[2];
+    int t, v, h;
+    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
+    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
+    for (t = from; t < from + n; t++) {
+        const uint8_t *row = r->codes + (size_t)t * r->row;
+        const float *by = r->by + t * r->per;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->plus[t]);
+        tkvi_reading_prefetch(r, t);
+        for (v = 0; v < r->vectors; v++) {
+            const int spread = neighbours && v < r->pairs; /* channels that do not turn stand as they are */
+            TKVI_UNROLL
+            for (h = 0; h < 2; h++, x += 8) {
+                const int c = 16 * v + 8 * h;
+                __m256 y;
+                if (spread) y = tkvi_level_avx2(r, kind, 1, row + r->at[v], h, shift[v & 1]);
+                else
+                    y = tkvi_level_avx2(r, kind, 0, row + r->at[v], h,
+                                        _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                if (by_channel)
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->by + c), _mm256_load_ps(r->plus + c));
+                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
+                _mm256_store_ps(x, y);
+            }
+        }
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_rows_of_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_rows_of_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_rows_of_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_rows_of_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+}
+
+/* Turns a row in the order of the vectors, by minus the angle if `back`. */
+static TKVI_TARGET_AVX2 void tkvi_turn_row_avx2(const tkvi_reading *r, const float *cosine, const float *sine,
+                                                int back, float *x) {
+    const __m256 sign = _mm256_set1_ps(back ? -0.0f : 0.0f);
+    int v, h;
+    for (v = 0; v < r->pairs; v += 2)
+        for (h = 0; h < 2; h++) {
+            float *at = x + 16 * v + 8 * h;
+            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
+            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
+            const __m256 b = _mm256_load_ps(at + 16);
+            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
+            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
+        }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *q, const float *ref, int rows, int n,
+                                                 int planes, float *scores) {
+    TKVI_ALIGNED float turned[TKVI_ROWS * TKVI_READ_FLOATS], x[TKVI_AT_ONCE * TKVI_READ_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_READ_FLOATS], less[TKVI_ROWS];
+    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
+    tkvi_reading rd;
+    tkvi_side plain;
+    int from, r, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    memset(none, 0, sizeof none);
+    if (rd.parts) tkvi_parts_avx2(&rd);
+    tkvi_reading_queries(&rd, q, ref, rows, turned, less);
+    tkvi_reading_scratch(&rd, &plain);
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                               turned + 16 * r * rd.vectors);
+        for (t = 1; t < count && rd.rope; t++)
+            tkvi_turn_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+        for (r = 0; r < rows; r += 4)
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
+                                   rows - r, count, scores + r * TKVI_BLOCK + from);
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *p, int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_READ_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    tkvi_side plain;
+    float *o = s->grid && s->rotate ? sum : out;
+    int from, r, c;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx2(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    tkvi_reading_scratch(&rd, &plain);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, planes, o);
+    }
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
 }
 
 /* >>tiles */
@@ -1262,8 +1437,8 @@ static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v},
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
     &tkvi_helpers_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,

@@ -559,21 +559,24 @@ TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *sr
     }
 }
 
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *q, const float *ref,
+                                                        int left, int n, float *scores) {
+    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
+    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
+    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+}
+
 static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                    const uint8_t *next, const float *q, const float *ref,
                                                    int rows, int n, int planes, float *scores) {
-    uintptr_t ahead = tkvi_ahead(src, next);
     int r;
     (void)planes;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4) {
-        const float *x = q + r * s->pad;
-        float *o = scores + r * TKVI_BLOCK;
-        int left = rows - r;
-        if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 1, o);
-        else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 2, o);
-        else tkvi_exact_k4_avx512(s, src, ahead, x, ref, left, n, 4, o);
-    }
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                                 scores + r * TKVI_BLOCK);
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
@@ -628,6 +631,307 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
             else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
         }
         for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    }
+}
+
+/* >>decoded: see decode_x86.h */
+/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
+    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
+    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
+    const __m512i large =
+        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
+                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
+                                            _mm512_castps_si512(small));
+    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
+}
+
+/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+typedef struct tkvi_apart_avx512 {
+    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+    __m512 level;
+} tkvi_apart_avx512;
+
+TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int k;
+    for (k = 0; k < 3; k++) {
+        const int step = k < 2 && r->rope ? r->rope->step : 1;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
+        byte = _mm512_srli_epi32(bit, 3);
+        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
+        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
+    }
+    a->level = _mm512_load_ps(r->level);
+}
+
+/* 16 levels; those of a vector that is not whole end in rubbish. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8_t *p,
+                                          const tkvi_apart_avx512 *a, const int k) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m512i x;
+    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
+    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
+    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
+    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+}
+
+/* Factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
+        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+    }
+}
+
+/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const int by_channel, const int turn, int from, int n,
+                                             const float *q, const float *more, int rows, const int nr,
+                                             float *scores) {
+    tkvi_apart_avx512 apart;
+    int t, v, r, j;
+    tkvi_apart_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+        __m512 acc[4][4];
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
+        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
+        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+        }
+        v = 0;
+        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+            __m512 a[4], b[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const uint8_t *kj = k + (size_t)j * rd->row;
+                const float *mj = m + 16 * j * rd->vectors;
+                __m512 x = tkvi_level_avx512(kind, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(kind, kj + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
+                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
+                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
+            }
+        }
+        for (; v < rd->vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->at[v];
+            const float *bv = by + (16 * v >> rd->shift);
+            __m512 x[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                if (by_channel) {
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
+                                           _mm512_load_ps(rd->plus + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++)
+            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+    }
+}
+
+/* A function for each kind of codes, so that nothing is asked in its loops. */
+#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+                                                          const float *q, const float *more, int rows,       \
+                                                          float *scores) {                                   \
+        if (rows == 1)                                                                                       \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+    }
+TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
+TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
+TKVI_DECODED_K_(e4m3, TKVI_CODES_E4M3, 0, 0)
+TKVI_DECODED_K_(e5m2, TKVI_CODES_E5M2, 0, 0)
+TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
+TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+#undef TKVI_DECODED_K_
+
+/* Turns 16 v channels in the order of the vectors back. */
+TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
+                                            float *x) {
+    int v;
+    for (v = 0; v < r->pairs; v += 2, x += 32) {
+        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
+        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
+        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
+        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *q, const float *ref,
+                                                     int rows, int n, int planes, float *scores) {
+    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
+                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    tkvi_reading rd;
+    int from, r, t, step, kind;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
+    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += step) {
+        const int count = tkvi_min(step, n - from);
+        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+        for (r = 0; r < rows; r += 4)
+            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+                        scores + r * TKVI_BLOCK + from);
+        while (out > 0) *where[--out] = 0.0f;
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            float *at = scores + r * TKVI_BLOCK + t;
+            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
+        }
+}
+
+/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+                                             const float *p, int rows, int n, int first, const int nr,
+                                             const int nv, float *out) {
+    const uint8_t *src = rd->codes + first * rd->bits / 8;
+    const float *by = rd->by;
+    tkvi_apart_avx512 apart;
+    int t, r, j;
+    __m512 acc[4][4];
+    tkvi_apart_of_avx512(rd, &apart);
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    }
+    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+        __m512 x[4];
+        if (first == 0) tkvi_reading_prefetch(rd, t);
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) {
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+        }
+    }
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++)
+            if (r < rows) {
+                float *o = out + r * rd->s->pad + first + 16 * j;
+                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+            }
+    }
+}
+
+#define TKVI_DECODED_V_(name, kind)                                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
+                                                          int n, float *out) {                               \
+        int c = 0;                                                                                           \
+        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
+            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
+            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
+        }                                                                                                    \
+        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
+    }
+TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
+TKVI_DECODED_V_(int8, TKVI_CODES_INT8)
+TKVI_DECODED_V_(e4m3, TKVI_CODES_E4M3)
+TKVI_DECODED_V_(e5m2, TKVI_CODES_E5M2)
+#undef TKVI_DECODED_V_
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *p, int rows, int n,
+                                                     int planes, float *out) {
+    static void (*const kinds[4])(const tkvi_reading *rd, const float *p, int rows, int n, float *out) = {
+        tkvi_table_v_avx512, tkvi_int8_v_avx512, tkvi_e4m3_v_avx512, tkvi_e5m2_v_avx512};
+    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    float *o = s->grid && s->rotate ? sum : out;
+    int r, c, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+        __m512 plus = _mm512_setzero_ps();
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            plus =
+                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
+        for (c = 0; c < s->pad; c += 16)
+            _mm512_storeu_ps(out + r * s->pad + c,
+                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
     }
 }
 
@@ -1144,8 +1448,10 @@ static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float 
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512, tkvi_decoded_k},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512, tkvi_decoded_v},
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
+     tkvi_decoded_k_avx512},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
+     tkvi_decoded_v_avx512},
     &tkvi_helpers_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,

@@ -22,7 +22,8 @@ typedef struct tkvi_minifloat {
 
 static const tkvi_minifloat tkvi_e2m1 = {3, 1, -1, 7};
 static const tkvi_minifloat tkvi_e4m3 = {7, 3, -9 - 6, 0x7e};
-static const tkvi_minifloat tkvi_e5m2 = {7, 2, -16 - 12, 0x7b};
+#define TKVI_E5M2_LOW (-16 - 12)
+static const tkvi_minifloat tkvi_e5m2 = {7, 2, TKVI_E5M2_LOW, 0x7b};
 #define TKVI_E4M3_TOP 7.0f
 #define TKVI_E5M2_TOP 14.0f
 

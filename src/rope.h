@@ -91,16 +91,22 @@ static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
 }
 
 /* What a side has to know. */
+#define TKVI_ROPE_NEAR 16
+
 typedef struct tkvi_rope {
     int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
     uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
 } tkvi_rope;
+
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
 /* The descriptor must be right. */
 static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
     float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
     uint64_t first = tkvi_turns(scale), ratio, power;
-    int j;
+    int j, i;
     memset(rope, 0, sizeof *rope);
     rope->pairs = r->dim / 2;
     rope->step = r->interleaved ? 2 : 1;
@@ -111,6 +117,8 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
         rope->turn[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
+            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
     }
 }
 

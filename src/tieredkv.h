@@ -33,6 +33,7 @@ extern "C" {
 #include "format_table.h"
 #include "kernels.h"
 #include "kernels_x86.h"
+#include "decode_x86.h"
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #include "kernels_neon.h"
