@@ -172,7 +172,7 @@ int main(int argc, char **argv) {
     isa = bench_config(&cfg, argc, argv);
     bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
     if (tokens < 1536 || runs < 1) fprintf(stderr, "at least 1536 tokens, 1 run\n"), exit(1);
-    if (!formats) formats = "f16,tiers,quality,compact,extreme,kivi,kivi4,q8";
+    if (!formats) formats = "f16,tiers,extreme,kivi,kivi4";
     if (!reads)
         reads = "f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a30/r20,a25/r20,a20/r15,a15/"
                 "r10,int8,int4,fp8-e4m3,"
