@@ -51,7 +51,7 @@ static const group groups[] = {
     {"f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a30/r20,a25/r20,a20/r15,fp4,kvquant4,kvquant3,tiers",
      "32768", "auto", 32, 8, 128, 1, 1, 0},
     {"f16,q8,kivi4,a40/r40,a30/r30,tiers", "4096", "auto", 32, 8, 128, 1, 1, 0},
-    {"f16,tiers", "262144", "auto", 32, 8, 128, 1, 1, 0},
+    {"f16,kivi4,tiers", "262144", "auto", 32, 8, 128, 1, 1, 0},
     {"tiers", "1048576", "auto", 32, 8, 128, 1, 1, 0},
     {"kivi4,a40/r40,a30/r30,tiers", "32768", "auto", 32, 8, 128, 1, 2, 0},
     {"kivi4,kivi2,a40/r40,a30/r30,a20/r15,tiers", "32768", "auto", 32, 8, 128, 1, 1, 1},
