@@ -162,11 +162,12 @@ def draw_speed(lines, read, path):
             axes.plot(tokens, limit, ":", color=colour, linewidth=1)
     axes.plot([], [], ":", color="black", linewidth=1, label="reading alone, %.0f GB/s" % read)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda n, _: "%gM" % (n / 2**20) if n >= 2**20 else "%gK" % (n / 1024))
     axes.set_yscale("log")
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("ns per token and KV head, one thread")
     axes.grid(True, which="both", linewidth=0.3, alpha=0.5)
-    axes.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(fontsize=8, handlelength=3.5, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)
 
 
