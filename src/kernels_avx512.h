@@ -473,7 +473,8 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    const __m512 n = _mm512_roundscale_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 n =
+        _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     const __m512 r = _mm512_sub_ps(z, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
