@@ -1992,8 +1992,7 @@ struct tkvi_kvquant;
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
-    void (*halves)(const uint8_t *src, int n, float *dst); /* fp16 to float */
-    /* These two may write rubbish behind n, up to 15 more. */
+    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -6335,7 +6334,7 @@ static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int t
         __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
         bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
         bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_storeu_ps(dst + i, _mm512_castsi512_ps(bits));
+        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
     }
 }
 
@@ -6348,7 +6347,7 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
         __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
         by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
         x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_storeu_ps(dst + i, x);
+        _mm512_mask_storeu_ps(dst + i, m, x);
     }
 }
 
@@ -6742,14 +6741,14 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
 }
 
-/* exp(x) for x <= 0, 0 below -87: 2^n 2^r, |r| <= 1/2. The polynomial is a minimax fit with 2^0 = 1;
- * error 9e-08, and what rounding z costs: 6e-8 of x. */
+/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
+ * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-    const __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    const __m512 n =
-        _mm512_cvtepi32_ps(_mm512_cvt_roundps_epi32(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    const __m512 r = _mm512_sub_ps(z, n);
+    const __m512 log2e = _mm512_set1_ps(1.44269502f);
+    const __m512 n = _mm512_cvtepi32_ps(
+        _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));

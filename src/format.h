@@ -32,8 +32,7 @@ struct tkvi_kvquant;
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
-    void (*halves)(const uint8_t *src, int n, float *dst); /* fp16 to float */
-    /* These two may write rubbish behind n, up to 15 more. */
+    void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
