@@ -943,7 +943,8 @@ static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */
 static TKVI_TARGET_AVX2 void tkvi_turn_row_avx2(const tkvi_reading *r, const float *cosine, const float *sine,
                                                 int back, float *x) {
-    const __m256 sign = _mm256_set1_ps(back ? -0.0f : 0.0f);
+    const __m256 sign =
+        _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
     int v, h;
     for (v = 0; v < r->pairs; v += 2)
         for (h = 0; h < 2; h++) {
