@@ -6064,7 +6064,7 @@ static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t 
                                               const tkvi_fold *f, int rows, int n, int add, float *out,
                                               int out_stride) {
     int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo += lo ? stride : 0, out += out_stride) {
+    for (r = 0; r < rows; r++, sum += stride, lo = lo ? lo + stride : lo, out += out_stride) {
         const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
         const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
         const __m256 step = _mm256_set1_ps(step_r);
@@ -7456,7 +7456,7 @@ TKVI_FLAT_AVX512 void tkvi_unfold_rows_avx512(const int32_t *sum, const int32_t 
                                               const tkvi_fold *f, int rows, int n, const int two,
                                               const int add, float *out, int out_stride) {
     int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo += two ? stride : 0, out += out_stride) {
+    for (r = 0; r < rows; r++, sum += stride, lo = two ? lo + stride : lo, out += out_stride) {
         const int middle = two ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
         const float step_r = two ? f->step[r] / 128.0f : f->step[r];
         const __m512 step = _mm512_set1_ps(step_r);

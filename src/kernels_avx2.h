@@ -1241,7 +1241,7 @@ static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t 
                                               const tkvi_fold *f, int rows, int n, int add, float *out,
                                               int out_stride) {
     int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo += lo ? stride : 0, out += out_stride) {
+    for (r = 0; r < rows; r++, sum += stride, lo = lo ? lo + stride : lo, out += out_stride) {
         const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
         const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
         const __m256 step = _mm256_set1_ps(step_r);
