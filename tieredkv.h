@@ -4058,16 +4058,6 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
 
-static float tkvi_largest_weight(const float *w, int n) {
-    float most = 0.0f;
-    int i;
-    for (i = 0; i < n; i++) {
-        float a = w[i] < 0.0f ? -w[i] : w[i];
-        most = a > most ? a : most;
-    }
-    return most;
-}
-
 /* w times `by` as integers of at most `top`. */
 static int tkvi_rounded(float w, float by, int top) {
     return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
@@ -4080,7 +4070,7 @@ static float tkvi_inverse(float top, float most) {
 
 /* Weights of K in units of the second plane; returns their step. */
 static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
-    float most = tkvi_largest_weight(w, s->pad), squares = 0.0f;
+    float most = tkvi_largest(w, s->pad), squares = 0.0f;
     float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
     int wide = tkvi_wide_places(s), i;
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
@@ -4095,7 +4085,7 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *r
 static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
-    float most = tkvi_largest_weight(w, TKVI_BLOCK), squares = 0.0f, by;
+    float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
     int top = tkvi_top_v(s), t;
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
     if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;
@@ -8444,14 +8434,16 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y,
     const int unit = two ? a->unit : 1;
     const int steps =
         f->wide == a->n ? TKVI_TWO_PLANES : unit * a->top; /* of the row, in units of its sums */
+    const int some = f->most > 1e-34f;                     /* smaller ones contribute nothing */
+    const tkvi_f4 fine = tkvi_all_128(some ? (float)TKVI_TWO_PLANES / f->most : 0.0f);
+    const tkvi_f4 coarse = tkvi_all_128(some ? (float)a->top / f->most : 0.0f);
     tkvi_i4 middle = tkvi_all_ints_128(0);
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
         for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
-            const int wide = i + 4 * k < f->wide, top = wide ? TKVI_TWO_PLANES : a->top;
-            const float by = f->most > 1e-34f ? (float)top / f->most : 0.0f; /* smaller ones: nothing */
-            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), tkvi_all_128(by)));
+            const int wide = i + 4 * k < f->wide;
+            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
             middle =
                 tkvi_add_ints_128(middle, tkvi_mul_ints_128(v[k], tkvi_ints_128(a->centre2 + i + 4 * k)));

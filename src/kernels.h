@@ -168,16 +168,6 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))
 
-static float tkvi_largest_weight(const float *w, int n) {
-    float most = 0.0f;
-    int i;
-    for (i = 0; i < n; i++) {
-        float a = w[i] < 0.0f ? -w[i] : w[i];
-        most = a > most ? a : most;
-    }
-    return most;
-}
-
 /* w times `by` as integers of at most `top`. */
 static int tkvi_rounded(float w, float by, int top) {
     return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
@@ -190,7 +180,7 @@ static float tkvi_inverse(float top, float most) {
 
 /* Weights of K in units of the second plane; returns their step. */
 static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *rounded) {
-    float most = tkvi_largest_weight(w, s->pad), squares = 0.0f;
+    float most = tkvi_largest(w, s->pad), squares = 0.0f;
     float one = tkvi_inverse((float)TKVI_PLANE, most), two = tkvi_inverse((float)TKVI_TWO_PLANES, most);
     int wide = tkvi_wide_places(s), i;
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
@@ -205,7 +195,7 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int planes, int *r
 static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_PLANE : TKVI_PLANE_V; }
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int planes, int *rounded) {
-    float most = tkvi_largest_weight(w, TKVI_BLOCK), squares = 0.0f, by;
+    float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
     int top = tkvi_top_v(s), t;
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
     if (planes == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_PLANES;

@@ -361,14 +361,16 @@ TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_folding_128 *a, const float *y,
     const int unit = two ? a->unit : 1;
     const int steps =
         f->wide == a->n ? TKVI_TWO_PLANES : unit * a->top; /* of the row, in units of its sums */
+    const int some = f->most > 1e-34f;                     /* smaller ones contribute nothing */
+    const tkvi_f4 fine = tkvi_all_128(some ? (float)TKVI_TWO_PLANES / f->most : 0.0f);
+    const tkvi_f4 coarse = tkvi_all_128(some ? (float)a->top / f->most : 0.0f);
     tkvi_i4 middle = tkvi_all_ints_128(0);
     int i, k;
     for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
         tkvi_i4 v[2];
         for (k = 0; k < 2; k++) { /* a tile's four weights are alike */
-            const int wide = i + 4 * k < f->wide, top = wide ? TKVI_TWO_PLANES : a->top;
-            const float by = f->most > 1e-34f ? (float)top / f->most : 0.0f; /* smaller ones: nothing */
-            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), tkvi_all_128(by)));
+            const int wide = i + 4 * k < f->wide;
+            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
             if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
             middle =
                 tkvi_add_ints_128(middle, tkvi_mul_ints_128(v[k], tkvi_ints_128(a->centre2 + i + 4 * k)));
