@@ -307,6 +307,7 @@ static void compare(session *s, comparison *c) {
     memset(c, 0, sizeof *c);
     exact.cfg.hot.k = exact.cfg.hot.v = TKV_F32;
     exact.cfg.warm = exact.cfg.archive = exact.cfg.hot;
+    exact.cfg.layers = NULL;
     exact.kv = create(&exact.cfg);
     exact.n_kept = 0;
     for (pos = 0; pos < n;) {
@@ -566,6 +567,7 @@ int main(int argc, char **argv) {
            commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
            commas(n_text / (text_time + 1e-9)), tkv_isa_name(tkv_isa_of(s.kv)));
     tkv_destroy(s.kv);
+    plan_free(&s.cfg);
     llama_free(&s.model);
     free(s.tokens);
     free(s.logits);

@@ -5,7 +5,8 @@
  *     wrong = plan_word(&cfg, "archive", "a30/r20");       NULL, or what is wrong with it
  *     wrong = plan_three(&cfg, "64,448:a40/r40,a30/r20");  hot, warm and archive at once
  *
- * Later words win, so a preset comes first. The config's other rules are tkv_config_validate's.
+ * Later words win, so a preset comes first. The config's other rules are tkv_config_validate's. The word
+ * layers puts an array of exceptions into the config; plan_free gives it back.
  */
 #ifndef TKV_PLAN_H
 #define TKV_PLAN_H
@@ -20,6 +21,7 @@
     "  hot N:FORMAT       the newest (64:f16)\n"                                                             \
     "  warm N:FORMAT      the next older, N may be none or all (448:a40/r40)\n"                              \
     "  archive FORMAT     the others (a30/r30)\n"                                                            \
+    "  layers N-M:FORMAT  the archive of these layers, or of one, N:FORMAT\n"                                \
     "  group N            values that share a scale in q8 and kivi: 64 or 32 (64)\n"                         \
     "  unit N             channels that get bits together in a: 4 or 16 (4)\n"                               \
     "  fit HOW            scales of q8, kivi and squat: clip, norm, unbiased, clip+norm ...\n"               \
@@ -81,6 +83,34 @@ static inline const char *plan_tier(const char *s, int *tokens, tkv_pair *pair) 
     return "more than two formats";
 }
 
+/* N:FORMAT, N-M:FORMAT */
+static inline const char *plan_layers(tkv_config *cfg, const char *s) {
+    const size_t n = strcspn(s, "-:"), m = strcspn(s, ":");
+    tkv_layer_config *layers;
+    const char *wrong;
+    tkv_pair pair;
+    int first, last;
+    if (s[m] != ':' || !plan_count(s, n, &first) || first > 4095) return "it wants N:FORMAT or N-M:FORMAT";
+    last = first;
+    if (n < m && (!plan_count(s + n + 1, m - n - 1, &last) || last < first || last > 4095))
+        return "it wants N:FORMAT or N-M:FORMAT";
+    wrong = plan_tier(s + m + 1, NULL, &pair);
+    if (wrong) return wrong;
+    memcpy(&layers, &cfg->layers, sizeof layers);
+    if (!layers) layers = (tkv_layer_config *)calloc(4096, sizeof *layers); /* as many as a cache can have */
+    if (!layers) return "out of memory";
+    for (; first <= last; first++) layers[first].archive = pair;
+    cfg->layers = layers;
+    return NULL;
+}
+
+static inline void plan_free(tkv_config *cfg) {
+    void *layers;
+    memcpy(&layers, &cfg->layers, sizeof layers);
+    free(layers);
+    cfg->layers = NULL;
+}
+
 /* Names with + between them; bit i is the i-th of `names`, which has a NULL at its end. */
 static inline int plan_bits(const char *s, const char *const *names, int *bits) {
     for (*bits = 0;; s++) {
@@ -106,8 +136,8 @@ static inline int *plan_number(tkv_config *cfg, const char *word) { /* of a word
 }
 
 static inline int plan_knows(const char *word) {
-    static const char *const words[] = {"preset",  "sinks", "hot",    "warm",
-                                        "archive", "fit",   "rotate", "kvquant"};
+    static const char *const words[] = {"preset", "sinks", "hot",    "warm",   "archive",
+                                        "layers", "fit",   "rotate", "kvquant"};
     tkv_config cfg;
     size_t i;
     for (i = 0; i < sizeof words / sizeof *words; i++)
@@ -125,6 +155,7 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
     if (strcmp(word, "hot") == 0) return plan_tier(value, &cfg->hot_tokens, &cfg->hot);
     if (strcmp(word, "warm") == 0) return plan_tier(value, &cfg->warm_tokens, &cfg->warm);
     if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->archive);
+    if (strcmp(word, "layers") == 0) return plan_layers(cfg, value);
     if (strcmp(word, "sinks") == 0)
         return plan_tokens(value, strlen(value), &cfg->sink_tokens) ? NULL : "bad number of sinks";
     if (strcmp(word, "fit") == 0)

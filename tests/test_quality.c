@@ -321,6 +321,27 @@ TEST(plan_words) {
     CHECK_EQ(a.rotate, TKV_ROTATE_K | TKV_ROTATE_V);
 }
 
+TEST(plan_layers) {
+    tkv_config a = tkv_config_default();
+    tkv_cache *kv;
+    tkv_pair pair;
+    int layer;
+    a.n_layers = 6, a.n_heads = 1, a.head_dim = 32;
+    CHECK(plan_knows("layers"));
+    CHECK(!plan_word(&a, "archive", "kivi2"));
+    CHECK(!plan_word(&a, "layers", "1-4:kivi3"));
+    CHECK(!plan_word(&a, "layers", "4:q8/kivi4"));
+    CHECK_EQ(tkv_create(&a, &kv), TKV_OK);
+    for (layer = 0; layer < 6; layer++) {
+        CHECK_EQ(tkv_tier_pair(kv, layer, TKV_ARCHIVE, &pair), TKV_OK);
+        CHECK_EQ(pair.k, layer == 4 ? TKV_Q8 : layer >= 1 && layer <= 3 ? TKV_KIVI3 : TKV_KIVI2);
+        CHECK_EQ(pair.v, layer == 4 ? TKV_KIVI4 : layer >= 1 && layer <= 3 ? TKV_KIVI3 : TKV_KIVI2);
+    }
+    tkv_destroy(kv);
+    plan_free(&a);
+    CHECK(a.layers == NULL);
+}
+
 TEST(plan_presets) {
     int i;
     for (i = 0; tkv_preset_name(i); i++) {
@@ -334,10 +355,11 @@ TEST(plan_presets) {
 
 TEST(plan_mistakes) {
     static const char *const wrong[][2] = {
-        {"preset", "best"},   {"sinks", "x"},    {"hot", "64:f17"}, {"warm", "kivi2/kivi2/kivi2"},
-        {"archive", "64:q8"}, {"archive", ""},   {"fit", "clip+"},  {"fit", "clip,norm"},
-        {"rotate", "both"},   {"group", "64k"},  {"group", ""},     {"subspaces", "-1"},
-        {"bits", "2"},        {"warm", "1e3:q8"}};
+        {"preset", "best"},   {"sinks", "x"},        {"hot", "64:f17"},  {"warm", "kivi2/kivi2/kivi2"},
+        {"archive", "64:q8"}, {"archive", ""},       {"fit", "clip+"},   {"fit", "clip,norm"},
+        {"rotate", "both"},   {"group", "64k"},      {"group", ""},      {"subspaces", "-1"},
+        {"bits", "2"},        {"warm", "1e3:q8"},    {"layers", "q8"},   {"layers", "3-1:q8"},
+        {"layers", "1-:q8"},  {"layers", "4096:q8"}, {"layers", "1:q9"}, {"layers", "0-4096:q8"}};
     tkv_config cfg = tkv_config_default();
     size_t i;
     for (i = 0; i < sizeof wrong / sizeof *wrong; i++)
@@ -448,6 +470,7 @@ int main(int argc, char **argv) {
     RUN(kitty);
     RUN(ages);
     RUN(plan_words);
+    RUN(plan_layers);
     RUN(plan_presets);
     RUN(plan_mistakes);
     RUN(tables_are_the_librarys);
