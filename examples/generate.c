@@ -72,6 +72,7 @@ typedef struct session {
     int n_kept;
     secret secrets[SECRETS];
     int n_secrets;
+    double appending, attending; /* seconds in the cache, demotion with the former */
 } session;
 
 /* >>talking */
@@ -164,10 +165,28 @@ static void parse(int argc, char **argv, options *o, tkv_config *cfg) {
 }
 
 /* >>running */
+/* A layer's part of llama_forward_with: its keys and values go in, attention comes out. */
+static tkv_status timed(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                        float *out) {
+    session *s = (session *)ctx;
+    const double start = seconds();
+    tkv_status status = tkv_append(s->kv, 0, layer, k, v, n);
+    const double between = seconds();
+    if (status == TKV_OK) status = tkv_attend(s->kv, 0, layer, q, n, out);
+    s->appending += between - start;
+    s->attending += seconds() - between;
+    return status;
+}
+
 static void evaluate(session *s, int n, int n_logits) { /* the next n known tokens */
     const int pos = tkv_seq_len(s->kv, 0), vocab = s->model.vocab;
-    const tkv_status status = llama_forward(&s->model, s->kv, 0, s->tokens + pos, n, s->logits, n_logits);
+    const double start = seconds();
+    tkv_status status = tkv_begin(s->kv, 0);
     int i;
+    s->appending += seconds() - start;
+    if (status == TKV_OK)
+        status = llama_forward_with(&s->model, s->tokens + pos, n, pos, timed, s, s->logits, n_logits);
+    if (status == TKV_OK) status = tkv_commit(s->kv, 0);
     if (status != TKV_OK) fail("token %d: %s", pos, tkv_status_text(status));
     for (i = 0; i < n_logits && s->n_kept > 0; i++)
         memcpy(s->kept + (size_t)((pos + n - n_logits + i) % s->n_kept) * (size_t)vocab,
@@ -497,7 +516,7 @@ int main(int argc, char **argv) {
     char err[256];
     choice *space;
     comparison c;
-    double start, prompt_time, text_time, ratio;
+    double start, prompt_time, text_time, attending, appending, ratio;
     uint64_t rng;
     int n_prompt, n_text = 0, context, n, logits = 1, before, token, len;
 
@@ -540,6 +559,7 @@ int main(int argc, char **argv) {
     progress("reading the prompt", n_prompt, n_prompt, start);
     prompt_time = seconds() - start;
 
+    s.appending = s.attending = 0;
     start = seconds();
     for (; n_text < o.n && s.n_tokens < context; n_text++, logits = 1) {
         const float *last = s.logits + (size_t)(logits - 1) * (size_t)s.model.vocab;
@@ -553,6 +573,7 @@ int main(int argc, char **argv) {
         s.tokens[s.n_tokens++] = token;
     }
     text_time = seconds() - start;
+    attending = s.attending, appending = s.appending; /* asking for secrets goes on counting */
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
     printf("\n\n");
@@ -566,6 +587,11 @@ int main(int argc, char **argv) {
     printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
            commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
            commas(n_text / (text_time + 1e-9)), tkv_isa_name(tkv_isa_of(s.kv)));
+    if (n_text > 1)
+        printf(
+            "  each token  %.1f ms: attention %.2f, appending %.2f, the model's matrices and the rest %.1f\n",
+            1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
+            1e3 * (text_time - attending - appending) / n_text);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);
