@@ -111,7 +111,7 @@ enum {
     MAX_WINDOWS = 64,
     SHORT = 1024,
     MAX_KEYS = 5,
-    MAX_NAME = 120,
+    MAX_NAME = 240,
     BATCH = 64,
     MOST = 1 << 24
 };

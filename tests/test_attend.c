@@ -7,7 +7,7 @@
  * block is exact, else a tenth of the own error of the same call; with cfg.precise 2e-3 as well.
  */
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 #include <math.h>
 
@@ -68,13 +68,6 @@ static tkv_config shape_config(int heads, int kv_heads, int dk, int dv) {
     cfg.warm.k = cfg.warm.v = TKV_KIVI4; /* no table to wait for: see test_learn.c */
     cfg.archive.k = cfg.archive.v = TKV_KIVI2;
     return cfg;
-}
-
-static tkv_pair pair_of(tkv_format k, tkv_format v) {
-    tkv_pair p;
-    p.k = k;
-    p.v = v;
-    return p;
 }
 
 static int fixture_open(fixture *f, const tkv_config *cfg, uint64_t seed) {

@@ -3,13 +3,7 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
-
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-enum { FAST_MATH = 1 };
-#else
-enum { FAST_MATH = 0 };
-#endif
+#include "kit.h"
 
 /* >>references: exact in double, and by ldexp, so that flags which flush subnormals do not matter */
 static double float_value(uint32_t u) { /* of a finite pattern */

@@ -7,15 +7,9 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 #include "golden.h"
-
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-enum { FAST_MATH = 1 };
-#else
-enum { FAST_MATH = 0 };
-#endif
 
 enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
 enum { WIDE = MOST + 8 * BLOCK }; /* floats, with some room between rows */
@@ -27,7 +21,6 @@ static uint8_t bytes[ROOM], other[ROOM];
 static const tkv_format grids[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI3, TKV_KIVI2};
 static const tkv_format exacts[] = {TKV_F32, TKV_F16, TKV_BF16};
 static const int dims[] = {1, 5, 16, 31, 48, 64, 80, 96, 112, 128, 192, 255, 256};
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static tkv_codec codec(tkv_format format, int side, int dim, int group) {
     tkv_codec c;
@@ -364,26 +357,6 @@ static float golden_value(int seed, int i, int channel) { /* as golden_input in 
     return (float)v / (float)(512 << channel % 5);
 }
 
-static uint64_t fnv(const uint8_t *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325u;
-    size_t i;
-    for (i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
-    return h;
-}
-
-static uint64_t fnv_of_floats(const float *x, int n) {
-    int i;
-    for (i = 0; i < n; i++) {
-        uint32_t u;
-        memcpy(&u, x + i, 4);
-        other[4 * i] = (uint8_t)(u & 0xffu);
-        other[4 * i + 1] = (uint8_t)(u >> 8 & 0xffu);
-        other[4 * i + 2] = (uint8_t)(u >> 16 & 0xffu);
-        other[4 * i + 3] = (uint8_t)(u >> 24);
-    }
-    return fnv(other, 4 * (size_t)n);
-}
-
 /* Encodes the block's input into `bytes`. */
 static void golden_encode(const golden_block *g, tkv_codec *c) {
     int i;
@@ -401,9 +374,11 @@ TEST(golden_hashes) {
         tkv_codec c;
         golden_encode(g, &c);
         if (FAST_MATH && g->format >= TKV_Q8) continue;
-        CHECK_MSG(fnv(bytes, g->size) == g->encoded, "the bytes of %s", describe(&c, g->n_tokens));
+        CHECK_MSG(hash_of(HASH_START, bytes, g->size) == g->encoded, "the bytes of %s",
+                  describe(&c, g->n_tokens));
         CHECK_EQ(tkv_decode(&c, bytes, g->size, g->n_tokens, out, 0), TKV_OK);
-        CHECK_MSG(fnv_of_floats(out, n) == g->decoded, "the values of %s", describe(&c, g->n_tokens));
+        CHECK_MSG(hash_of_floats(HASH_START, out, n) == g->decoded, "the values of %s",
+                  describe(&c, g->n_tokens));
     }
 }
 
@@ -415,10 +390,10 @@ TEST(golden_blocks) {
         tkv_codec c;
         golden_encode(g, &c);
         if (!FAST_MATH) CHECK_MEM(bytes, golden_bytes + at, g->size);
-        CHECK(fnv(golden_bytes + at, g->size) == g->encoded);
+        CHECK(hash_of(HASH_START, golden_bytes + at, g->size) == g->encoded);
         CHECK_EQ(tkv_decode(&c, golden_bytes + at, g->size, g->n_tokens, out, 0), TKV_OK);
-        CHECK_MSG(fnv_of_floats(out, g->n_tokens * g->head_dim) == g->decoded, "the values of %s",
-                  describe(&c, g->n_tokens));
+        CHECK_MSG(hash_of_floats(HASH_START, out, g->n_tokens * g->head_dim) == g->decoded,
+                  "the values of %s", describe(&c, g->n_tokens));
         at += g->size;
     }
     CHECK_EQ(at, sizeof golden_bytes);

@@ -7,16 +7,9 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
-
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-enum { FAST_MATH = 1 };
-#else
-enum { FAST_MATH = 0 };
-#endif
+#include "kit.h"
 
 enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static float in[MOST], out[MOST], want[MOST];
 static uint8_t bytes[4 * MOST], other[4 * MOST];
@@ -999,21 +992,6 @@ TEST(subspaces) {
 }
 
 /* >>the same bytes and values on every machine */
-static uint64_t hash_of(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
-static uint64_t hash_of_floats(uint64_t h, const float *x, int n) {
-    int i, k;
-    for (i = 0; i < n; i++)
-        for (k = 0; k < 4; k++) {
-            uint8_t b = (uint8_t)(tkvi_bits(x[i]) >> 8 * k & 255u);
-            h = hash_of(h, &b, 1);
-        }
-    return h;
-}
-
 static uint64_t hash_of_block(uint64_t h, const tkvi_side *s, int n) {
     tkvi_encode_side(s, &tkvi_helpers_scalar, in, (size_t)s->dim, n, bytes);
     tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
@@ -1037,7 +1015,7 @@ TEST(golden) {
     for (f = 0; f < COUNT(known); f++) {
         const tkvi_format *format = &tkvi_formats[known[f].format];
         tkv_rng r = tkv_rng_seed(99);
-        uint64_t h = 0xcbf29ce484222325u;
+        uint64_t h = HASH_START;
         for (i = 0; i < COUNT(dims); i++)
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 6; flags++) {

@@ -7,16 +7,9 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
-
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-enum { FAST_MATH = 1 };
-#else
-enum { FAST_MATH = 0 };
-#endif
+#include "kit.h"
 
 enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static const tkv_format formats[] = {TKV_KVQUANT2, TKV_KVQUANT3, TKV_KVQUANT4};
 
@@ -62,21 +55,6 @@ static double squares(const float *a, int n) {
     int i;
     for (i = 0; i < n; i++) sum += (double)a[i] * (double)a[i];
     return sum;
-}
-
-static uint64_t hash_of(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
-static uint64_t hash_of_floats(uint64_t h, const float *x, int n) {
-    int i, k;
-    for (i = 0; i < n; i++)
-        for (k = 0; k < 4; k++) {
-            uint8_t b = (uint8_t)(tkvi_bits(x[i]) >> 8 * k & 255u);
-            h = hash_of(h, &b, 1);
-        }
-    return h;
 }
 
 /* >>RoPE */
@@ -190,7 +168,7 @@ TEST(rope_refuses) {
 /* Bits of the turned values are those of every machine, under any flags. */
 TEST(rope_golden) {
     tkv_rng rng = tkv_rng_seed(2);
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = HASH_START;
     float x[128], c, s;
     int i;
     for (i = 0; i < 64; i++) {
@@ -625,7 +603,7 @@ TEST(golden) {
     if (FAST_MATH) SKIP("encoders may round otherwise");
     for (f = 0; f < 3; f++) {
         tkv_rng r = tkv_rng_seed(99);
-        uint64_t h = 0xcbf29ce484222325u;
+        uint64_t h = HASH_START;
         for (i = 0; i < COUNT(dims); i++)
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 16; flags++) {
@@ -1186,7 +1164,7 @@ TEST(saved_tables) {
         again[bad[k].at] = bad[k].byte;
         if (k == 0) again[36] = 1; /* a NaN */
         if (k == 6) again[36 + 224 + 128 + 2] = 0xff;
-        sum = hash_of(0xcbf29ce484222325u, again, size - 8);
+        sum = hash_of(HASH_START, again, size - 8);
         for (i = 0; i < 8; i++) again[size - 8 + i] = (uint8_t)(sum >> 8 * i & 255u);
         CHECK_EQ(tkv_calibration_load(b, again, size), TKV_ERR_DATA);
     }

@@ -7,7 +7,7 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 #include <math.h>
 
@@ -24,20 +24,12 @@ enum {
 #else
 #define WANTS_ATOMICS SKIP("no atomics: attention teaches nothing")
 #endif
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 enum { FLOATS = 1 << 18 };
 static float k_in[FLOATS], v_in[FLOATS], k_out[FLOATS], v_out[FLOATS], k_want[FLOATS], v_want[FLOATS];
 static uint8_t saved[SAVED], saved_again[SAVED];
 
 /* >>configs and tokens */
-static tkv_pair pair_of(tkv_format k, tkv_format v) {
-    tkv_pair p;
-    p.k = k;
-    p.v = v;
-    return p;
-}
-
 static tkv_config config(int layers, int seqs) {
     tkv_config cfg = tkv_config_default();
     cfg.n_layers = layers;
@@ -58,18 +50,6 @@ static tkv_config config_kivi(int layers, int seqs) { /* the same tiers, nothing
     cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     return cfg;
-}
-
-static tkv_cache *make(const tkv_config *cfg) {
-    tkv_cache *kv = NULL;
-    char reason[200];
-    tkv_status st = tkv_create(cfg, &kv);
-    if (st) {
-        (void)tkv_config_validate(cfg, reason, sizeof reason);
-        printf("tkv_create: %s, %s\n", tkv_status_text(st), reason);
-        exit(2);
-    }
-    return kv;
 }
 
 /* What is appended: the same numbers for the same token of the same sequence and layer, in any chunking. */
@@ -557,42 +537,6 @@ TEST(no_table_inside_a_step) {
     tkv_destroy(other);
 }
 
-typedef struct purse {
-    size_t held;
-    int closed; /* 1: refuses; n: after n - 1 more */
-} purse;
-
-static void *purse_alloc(void *user, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw, *at;
-    if (p->closed == 1) return NULL;
-    if (p->closed) p->closed--;
-    raw = (char *)malloc(size + align + sizeof raw);
-    if (!raw) exit(2);
-    at = raw + sizeof raw;
-    at += (align - (size_t)((uintptr_t)at % align)) % align;
-    memcpy(at - sizeof raw, &raw, sizeof raw);
-    memset(at, 0xff, size);
-    p->held += size;
-    return at;
-}
-
-static void purse_release(void *user, void *ptr, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw;
-    (void)align;
-    memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
-    p->held -= size;
-    free(raw);
-}
-
-static void purse_open(purse *p, tkv_config *cfg) {
-    memset(p, 0, sizeof *p);
-    cfg->allocator.user = p;
-    cfg->allocator.alloc = purse_alloc;
-    cfg->allocator.release = purse_release;
-}
-
 /* What was reserved while blocks wait is enough for the table's moment, however the tokens come. */
 TEST(reservations_over_the_table) {
     static const int chunks[] = {1, 13, 64, 100};
@@ -608,7 +552,7 @@ TEST(reservations_over_the_table) {
                 if (tkv_test_quick() && (had / 50 + i + n) % 3) continue;
                 if (n <= 128)
                     cfg.max_append = 128; /* no room for a large chunk that those who wait could use */
-                purse_open(&p, &cfg);
+                cfg.allocator = purse_of(&p);
                 kv = make(&cfg);
                 CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
                 for (left = had; left > 0; left -= 100)
@@ -635,7 +579,7 @@ TEST(no_memory_for_the_second_table) {
     tkv_config cfg = config(1, 1);
     purse p;
     tkv_cache *kv;
-    purse_open(&p, &cfg);
+    cfg.allocator = purse_of(&p);
     kv = make(&cfg);
     feed_all(kv, 0, WELL, 64);
     CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
@@ -662,7 +606,7 @@ TEST(a_failure_makes_no_table) {
                 tkv_cache *kv;
                 tkv_status st;
                 int l;
-                purse_open(&p, &cfg);
+                cfg.allocator = purse_of(&p);
                 kv = make(&cfg);
                 feed_all(kv, 0, n ? WELL : LEARN, 512);
                 p.closed = left + 1; /* the next `left` are granted */
@@ -706,7 +650,7 @@ TEST(no_memory_for_the_recoding) {
     tkv_config cfg = config(1, 1);
     purse p;
     tkv_cache *kv;
-    purse_open(&p, &cfg);
+    cfg.allocator = purse_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);
@@ -1131,13 +1075,6 @@ static void store64(uint8_t *p, uint64_t x) {
     for (i = 0; i < 8; i++) p[i] = (uint8_t)(x >> 8 * i & 0xffu);
 }
 
-static uint64_t fnv(const uint8_t *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325u;
-    size_t i;
-    for (i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
-    return h;
-}
-
 /* Loads a copy that ends where its memory ends. */
 static tkv_status load_copy(tkv_cache *kv, const uint8_t *src, size_t n) {
     uint8_t *copy = (uint8_t *)malloc(n ? n : 1);
@@ -1173,7 +1110,7 @@ TEST(damaged_calibrations_are_refused) {
     for (i = 0; i < bytes; i += 1 + i / 40) { /* cut, and made to look whole */
         memcpy(copy, saved, bytes);
         if (i < 8) continue;
-        store64(copy + i - 8, fnv(copy, i - 8));
+        store64(copy + i - 8, hash_of(HASH_START, copy, i - 8));
         CHECK_EQ(load_copy(kv, copy, i), TKV_ERR_DATA);
     }
     for (layer = 0; layer < 2; layer++) CHECK(!has_table(kv, layer));
@@ -1232,7 +1169,7 @@ TEST(senseless_calibrations_are_refused) {
         if (i == 14) saved_again[24] = 0;    /* too long then */
         if (i == 15) n = 31;                 /* less than a head and a checksum */
         if (i == 16) saved_again[11] = 0xff; /* layers */
-        store64(saved_again + n - 8, fnv(saved_again, n - 8));
+        store64(saved_again + n - 8, hash_of(HASH_START, saved_again, n - 8));
         CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "thing %d", i);
         CHECK_EQ(tkv_calibrated_layers(kv), 0);
     }
@@ -1293,7 +1230,7 @@ TEST(forged_calibrations_are_harmless) {
                     for (j = 0; j < 2; j++) h[4 + j] = (uint8_t)(tkv_rng_below(&rng, 200) - 100);
                     memset(h + 6 + cfg.head_dim, round % 4 == 1 ? 255 : 1, (size_t)cfg.head_dim);
                 }
-            store64(saved_again + bytes - 8, fnv(saved_again, bytes - 8));
+            store64(saved_again + bytes - 8, hash_of(HASH_START, saved_again, bytes - 8));
             CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
             st = tkv_calibration_load(kv, saved_again, bytes);
             CHECK(st == TKV_OK || st == TKV_ERR_DATA);

@@ -4,10 +4,9 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 enum { BLOCK = TKV_BLOCK_TOKENS, MOST = 4096, WIDEST = 64 };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static float k_in[MOST * WIDEST], v_in[MOST * WIDEST], k_out[MOST * WIDEST], v_out[MOST * WIDEST];
 
@@ -132,16 +131,6 @@ static void share(tkv_config *cfg) {
     cfg->warm.v = TKV_R40;
     cfg->archive.k = TKV_A25;
     cfg->archive.v = TKV_R15;
-}
-
-static tkv_cache *make(const tkv_config *cfg) {
-    tkv_cache *kv = NULL;
-    tkv_status st = tkv_create(cfg, &kv);
-    if (st) {
-        printf("tkv_create: %s\n", tkv_status_text(st));
-        exit(2);
-    }
-    return kv;
 }
 
 static int k_row(const tkv_cache *kv) { return kv->tables.cfg.n_kv_heads * kv->tables.cfg.head_dim; }

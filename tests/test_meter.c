@@ -7,7 +7,7 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 #include <math.h>
 
@@ -19,18 +19,10 @@
 
 enum { LAYERS = 2, HEADS = 6, KV_HEADS = 2, DK = 32, DV = 48, SEQS = 2, MOST = 1024 };
 enum { K_ROW = KV_HEADS * DK, V_ROW = KV_HEADS * DV, Q_ROW = HEADS * DK, OUT_ROW = HEADS * DV, CHUNK = 80 };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 /* What was appended, as the hot tier holds it. */
 static float k_exact[SEQS][LAYERS][MOST * K_ROW], v_exact[SEQS][LAYERS][MOST * V_ROW];
 static float k_now[MOST * K_ROW], v_now[MOST * V_ROW], q_in[CHUNK * Q_ROW], out[CHUNK * OUT_ROW];
-
-static tkv_pair pair_of(tkv_format k, tkv_format v) {
-    tkv_pair p;
-    p.k = k;
-    p.v = v;
-    return p;
-}
 
 static tkv_config config(tkv_format k, tkv_format v) {
     tkv_config cfg = tkv_config_default();
@@ -47,18 +39,6 @@ static tkv_config config(tkv_format k, tkv_format v) {
     cfg.quality_heads = LAYERS * KV_HEADS;
     cfg.quality_every = 7;
     return cfg;
-}
-
-static tkv_cache *make(const tkv_config *cfg) {
-    tkv_cache *kv = NULL;
-    char reason[200];
-    tkv_status st = tkv_create(cfg, &kv);
-    if (st) {
-        (void)tkv_config_validate(cfg, reason, sizeof reason);
-        printf("tkv_create: %s, %s\n", tkv_status_text(st), reason);
-        exit(2);
-    }
-    return kv;
 }
 
 static void whole(const tkv_cache *kv, const char *what) {

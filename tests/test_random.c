@@ -11,7 +11,7 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 enum { /* one enum: C++20 has doubts about sums of two */
        BLOCK = TKV_BLOCK_TOKENS,
@@ -26,38 +26,6 @@ enum { /* one enum: C++20 has doubts about sums of two */
        V_ROW = KV_HEADS * V_DIM,
        BLOCKS = 2 * LONGEST
 };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
-
-/* >>allocator that counts and fails */
-typedef struct purse {
-    size_t held;
-    int left; /* allocations until it fails, for good; -1: never */
-} purse;
-
-static void *purse_alloc(void *user, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw, *at;
-    if (p->left == 0) return NULL;
-    if (p->left > 0) p->left--;
-    raw = (char *)malloc(size + align + sizeof raw);
-    if (!raw) return NULL;
-    at = raw + sizeof raw;
-    at += (align - (size_t)((uintptr_t)at % align)) % align;
-    memcpy(at - sizeof raw, &raw, sizeof raw);
-    memset(at, 0xff, size);
-    p->held += size;
-    return at;
-}
-
-static void purse_release(void *user, void *ptr, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw;
-    (void)align;
-    memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
-    memset(ptr, 0xff, size);
-    p->held -= size;
-    free(raw);
-}
 
 /* >>model */
 typedef struct mblock {
@@ -568,7 +536,7 @@ static tkv_status call_calibration(void) {
 
 /* Reserves, and then takes it all while nothing can be allocated. */
 static void call_reserve_and_use(int seq) {
-    int n = some_tokens(), layer, goal = model_len(seq) + n, left = memory.left;
+    int n = some_tokens(), layer, goal = model_len(seq) + n, closed = memory.closed;
     tkv_status st;
     if (goal > LONGEST) return;
     if (in_step[seq]) call_abort(seq);
@@ -576,7 +544,7 @@ static void call_reserve_and_use(int seq) {
     st = tkv_reserve(kv, seq, n);
     OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_status_text(st));
     if (st) return;
-    memory.left = 0;
+    memory.closed = 1;
     for (layer = 0; layer < LAYERS; layer++)
         while (plan[layer].own && list[seq][layer].len < goal) {
             int some = 1 + pick(goal - list[seq][layer].len);
@@ -585,7 +553,7 @@ static void call_reserve_and_use(int seq) {
                 break;
             }
         }
-    memory.left = left;
+    memory.closed = closed;
 }
 
 /* >>configs */
@@ -723,11 +691,7 @@ static void play(int kind) {
     seed = (uint64_t)(unsigned)number_from("TKV_RANDOM_SEED", 1) +
            (s_env && *s_env ? 0u : (unsigned)kind * 1000u);
     rng = tkv_rng_seed(seed);
-    memory.held = 0;
-    memory.left = -1;
-    cfg.allocator.user = &memory;
-    cfg.allocator.alloc = purse_alloc;
-    cfg.allocator.release = purse_release;
+    cfg.allocator = purse_of(&memory);
     model_of(&cfg, layers);
     op_number = 0;
     op_name = "create";
@@ -739,7 +703,7 @@ static void play(int kind) {
         char reason[160];
         tkv_memory_info m;
         tkv_status st = TKV_OK;
-        memory.left = pick(4) ? -1 : pick(6);
+        memory.closed = pick(4) ? 0 : 1 + pick(6);
         if (op < 34) op_name = "append to a layer", st = call_append(seq, own_layer(), some_tokens());
         else if (op < 54) op_name = "append to all layers", st = call_append_all(seq);
         else if (op < 64) op_name = "batch", st = call_batch();
@@ -761,11 +725,11 @@ static void play(int kind) {
             model_reset(seq);
         } else {
             op_name = "attend";
-            memory.left = 0;
+            memory.closed = 1;
             attend(seq, pick(LAYERS), pick(5));
             mutates = 0;
         }
-        memory.left = -1;
+        memory.closed = 0;
         if (mutates) OK((st == TKV_OK) == (tkv_last_error(kv)[0] == 0), "\"%s\"", tkv_last_error(kv));
         st = tkv_check(kv, reason, sizeof reason);
         OK(st == TKV_OK, "%s", reason);

@@ -6,7 +6,7 @@
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
-#include "tkv_test.h"
+#include "kit.h"
 
 enum { /* one enum: C++20 has doubts about sums of two */
        BLOCK = TKV_BLOCK_TOKENS,
@@ -22,51 +22,9 @@ enum { /* one enum: C++20 has doubts about sums of two */
        K_TOKEN = KV_HEADS * K_HEAD + 7,
        V_TOKEN = KV_HEADS * V_HEAD + 1
 };
-#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 
 static float k_in[MOST * K_ROW], v_in[MOST * V_ROW], k_out[MOST * K_ROW], v_out[MOST * V_ROW];
 static float k_want[MOST * K_ROW], v_want[MOST * V_ROW];
-
-/* >>an allocator that fails on demand and counts what it gave */
-typedef struct purse {
-    int fail; /* 1: gives nothing */
-    int asked;
-    size_t held;
-} purse;
-
-static void *purse_alloc(void *user, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw, *at;
-    p->asked++;
-    if (p->fail) return NULL;
-    raw = (char *)malloc(size + align + sizeof raw);
-    if (!raw) return NULL;
-    at = raw + sizeof raw;
-    at += (align - (size_t)((uintptr_t)at % align)) % align;
-    memcpy(at - sizeof raw, &raw, sizeof raw);
-    memset(at, 0xff, size); /* NaN to whoever reads it too early */
-    p->held += size;
-    return at;
-}
-
-static void purse_release(void *user, void *ptr, size_t size, size_t align) {
-    purse *p = (purse *)user;
-    char *raw;
-    (void)align;
-    memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
-    memset(ptr, 0xff, size);
-    p->held -= size;
-    free(raw);
-}
-
-static tkv_allocator purse_of(purse *p) {
-    tkv_allocator a;
-    memset(p, 0, sizeof *p);
-    a.user = p;
-    a.alloc = purse_alloc;
-    a.release = purse_release;
-    return a;
-}
 
 /* >>configs and caches */
 static tkv_config config(int layers, int seqs) {
@@ -88,16 +46,6 @@ static tkv_config config_f32(int layers, int seqs) {
     tkv_config cfg = config(layers, seqs);
     cfg.hot.k = cfg.hot.v = cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F32;
     return cfg;
-}
-
-static tkv_cache *make(const tkv_config *cfg) {
-    tkv_cache *kv = NULL;
-    tkv_status st = tkv_create(cfg, &kv);
-    if (st) {
-        printf("tkv_create: %s\n", tkv_status_text(st));
-        exit(2);
-    }
-    return kv;
 }
 
 /* The cache is whole; `what` names the step. */
@@ -998,10 +946,10 @@ TEST(batch_is_all_or_nothing) {
     a.k_type = TKV_TYPE_F32;
     for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* new pages for sure */
     batch_rows(kv, 0, rows, 4);
-    p.fail = 1;
+    p.closed = 1;
     before = picture_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
-    p.fail = 0;
+    p.closed = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     CHECK_STR(tkv_last_error(kv), "");
     for (i = 0; i < 4; i++) CHECK_EQ(tkv_seq_len(kv, i), i == 3 ? 400 : 190 + 100 * i);
@@ -1402,14 +1350,14 @@ TEST(reserve_holds) {
         CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
         CHECK_STR(tkv_last_error(kv), "");
         whole(kv, "reserved", round);
-        p.fail = 1;
+        p.closed = 1;
         if (step) CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
         st = feed_mixed(kv, 0, 2, n, &rng);
         CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, before_n, tkv_last_error(kv));
         if (step) CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
         whole(kv, "used", round);
         CHECK_EQ(tkv_seq_len(kv, 0), before_n + n);
-        p.fail = 0;
+        p.closed = 0;
         CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
@@ -1434,7 +1382,7 @@ TEST(reserve_is_not_eaten_by_others) {
             CHECK_EQ(feed_all(kv, 1 + i % 2, i, 1 + tkv_rng_below(&rng, 60), 64), TKV_OK);
             if (i == 5) CHECK_EQ(tkv_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
         }
-        p.fail = 1;
+        p.closed = 1;
         for (i = 0; i < 400 && full < 2; i++) {
             full = 0;
             full += feed(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
@@ -1467,7 +1415,7 @@ TEST(reserve_is_not_eaten_in_a_batch) {
         CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
         CHECK_EQ(feed_all(kv, 1, 1, 68, 68), TKV_OK);
         CHECK_EQ(tkv_reserve(kv, 0, 512), TKV_OK);
-        p.fail = 1;
+        p.closed = 1;
         rows[0].seq = 0;
         rows[0].n = empty ? 0 : 1;
         rows[1].seq = 1;
@@ -1476,7 +1424,7 @@ TEST(reserve_is_not_eaten_in_a_batch) {
         st = tkv_append_ex(kv, &a);
         CHECK_MSG(st == TKV_ERR_NOMEM, "the other's 500 tokens came out of the reservation: %s",
                   tkv_status_text(st));
-        p.fail = st != TKV_OK; /* one failure is enough */
+        p.closed = st != TKV_OK; /* one failure is enough */
         while (tkv_seq_len(kv, 0) < 68 + 512 && !(st = feed(kv, 0, 0, 0, 1))) {}
         CHECK_MSG(st == TKV_OK, "at %d: %s", tkv_seq_len(kv, 0), tkv_last_error(kv));
         tkv_destroy(kv);
@@ -1494,7 +1442,7 @@ TEST(reserve_is_not_eaten_by_another_layer) {
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
     CHECK_EQ(tkv_reserve(kv, 0, 200), TKV_OK);
-    p.fail = 1;
+    p.closed = 1;
     while (tkv_layer_len(kv, 0, 0) < 1000 && !feed(kv, 0, 0, 0, 10)) {}
     st = feed(kv, 0, 1, 0, 200);
     CHECK_MSG(st == TKV_OK, "layer 0 has %d tokens, and layer 1: %s", tkv_layer_len(kv, 0, 0),
@@ -1521,7 +1469,7 @@ TEST(reserve_survives) {
         CHECK_EQ(feed_all(kv, 0, 0, 350, 50), TKV_OK);
         CHECK_EQ(tkv_reserve(kv, 0, 200), TKV_OK);
         if (i == 1) CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
-        p.fail = 1;
+        p.closed = 1;
         if (i == 2 || i == 3) {
             CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
             CHECK_EQ(feed_all(kv, 0, 0, i == 2 ? 150 : 200, 64), TKV_OK);
@@ -1566,10 +1514,10 @@ TEST(reserve_limits) {
     before = picture_of(kv);
     refused(kv, tkv_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
     CHECK_EQ(tkv_reserve(NULL, 0, 1), TKV_ERR_ARG);
-    p.fail = 1;
+    p.closed = 1;
     before = picture_of(kv);
     refused(kv, tkv_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
-    p.fail = 0;
+    p.closed = 0;
     CHECK_EQ(tkv_reserve(kv, 0, 100), TKV_OK);
     CHECK(p.held > empty);
     CHECK_EQ(tkv_seq_len(kv, 0), 0);
@@ -1582,7 +1530,7 @@ TEST(reserve_limits) {
     before = picture_of(kv);
     refused(kv, tkv_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
     CHECK_EQ(tkv_reserve(kv, 0, 50), TKV_OK);
-    p.fail = 1;
+    p.closed = 1;
     CHECK_EQ(feed_all(kv, 0, 0, 50, 7), TKV_OK);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -1858,10 +1806,10 @@ TEST(flush_refusals) {
     before = picture_of(kv);
     refused(kv, tkv_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
     CHECK_EQ(tkv_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
-    p.fail = 1;
+    p.closed = 1;
     before = picture_of(kv);
     refused(kv, tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
-    p.fail = 0;
+    p.closed = 0;
     CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
     whole(kv, "flushed", 0);
     tkv_destroy(kv);
@@ -2288,9 +2236,9 @@ TEST(shared_blocks) {
             if (op < 6) {
                 if (op == 0) { /* not a byte of anybody's changes when there is no memory */
                     all = picture_of(kv);
-                    p.fail = 1;
+                    p.closed = 1;
                     st = feed(kv, i, 0, 10 + i, some);
-                    p.fail = 0;
+                    p.closed = 0;
                     if (st == TKV_ERR_NOMEM) unchanged(kv, &all, "no memory");
                     else st2 = feed(own[i], 0, 0, 10 + i, some);
                     CHECK_EQ(st2, TKV_OK);
@@ -2325,9 +2273,9 @@ TEST(shared_blocks) {
             } else { /* reserved, with shared tails and shared blocks that come of age */
                 CHECK_EQ(tkv_reserve(kv, i, some), TKV_OK);
                 whole(kv, "reserved", step);
-                p.fail = 1;
+                p.closed = 1;
                 st = feed_all(kv, i, 10 + i, some, some);
-                p.fail = 0;
+                p.closed = 0;
                 st2 = feed_all(own[i], 0, 10 + i, some, some);
             }
             CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op, tkv_status_text(st),
