@@ -522,7 +522,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
  * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
- * FULL and ALL the warm tier then begins at the newest token. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
+ * there is, which serves until 2,048 tokens have come. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
@@ -530,12 +531,14 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
  * know they learn while the cache runs: when a layer has seen 512 tokens, all sequences together, its next
  * append makes a table; blocks that were due before stay in the next better tier until then. At 2,048 tokens
  * there is a better one for the blocks that follow, and nothing is collected afterwards. A caller need not do
- * anything. One who knows the model can save what one cache learned and load it into others: they compress from
- * the first block on. What SQUAT formats know of the queries is not saved: it takes them 64 tokens, and they
- * code as KIVI's until then. Learning from attention needs atomics (gcc, clang); elsewhere tables come from the
- * keys alone. KVQUANT formats learn ranges and levels in the same way and time. Tables do not depend on the
- * number of threads. None of these may be called in an open step (TKV_ERR_STATE). Cost: O(layers * heads *
- * head_dim^2), and 16 blocks decoded per layer where a table is made, three times for KVQUANT. */
+ * anything, but call tkv_calibration_refresh if the first tokens were no real ones: ranges of more than four
+ * times what was seen are cut off, and means of keys beyond +-65504. One who knows the model can save what one
+ * cache learned and load it into others: they compress from the first block on. What SQUAT formats know of the
+ * queries is not saved: it takes them 64 tokens, and they code as KIVI's until then. Learning from attention
+ * needs atomics (gcc, clang); elsewhere tables come from the keys alone. KVQUANT formats learn ranges and levels
+ * in the same way and time. Tables do not depend on the number of threads. None of these may be called in an
+ * open step (TKV_ERR_STATE). Cost: O(layers * heads * head_dim^2), and 16 blocks decoded per layer where a table
+ * is made, three times for KVQUANT. */
 TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a table */
 /* Writes what was learned, the same bytes on every machine; *bytes is how many it takes. dst NULL: only that. Layers
  * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
@@ -785,6 +788,11 @@ static int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400
 
 static float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
+/* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
+static int64_t tkvi_counted(float x, float most) {
+    return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
+}
+
 static int tkvi_min(int a, int b) { return a < b ? a : b; }
 
 static int tkvi_max(int a, int b) { return a > b ? a : b; }
@@ -1031,9 +1039,9 @@ static int tkvi_log_code(float s, int top) {
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
-/* A top that has room for a largest scale `most`, with two octaves to spare. */
+/* A top that has room for a largest scale `most`, with two octaves to spare. Tokens that are all zero say nothing. */
 static int tkvi_log_top(float most) {
-    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : 0;
+    int top = most > 0.0f ? (int)(tkvi_bits(most) >> 23) - 127 + 3 : TKVI_LOG_TOP_ALIKE;
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
 }
 
@@ -4673,7 +4681,7 @@ static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t
     r->ahead = tkvi_ahead(src, next);
     r->slots = r->parts = NULL;
     r->kind = TKVI_CODES_TABLE;
-    r->by_channel = 0;
+    r->by_channel = r->per = r->shift = 0;
     if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
     if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
     r->row = tkvi_kvquant_places(s).row;
@@ -10266,20 +10274,25 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
-/* The newest blocks whose values are known well: exact or warm, no sinks. Calls visit for each; returns how
- * many. */
+/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
+ * the second newest of each, ... Calls visit for each; returns how many. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
 static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, i, found = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->n - 1; i >= list->sinks + list->archive && found < TKVI_LEARN_BLOCKS; i--) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    int seq, age, had = -1, found = 0;
+    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
+        had = found;
+        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const int i = list->n - age;
+            const tkvi_block *b;
+            const tkvi_record *r;
+            if (i < list->sinks + list->archive) continue;
+            b = &kv->pool.block[ids[i]];
+            r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_end(kv, list, ids, i) - b->start);
             found++;
@@ -10971,6 +10984,8 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
 #define TKVI_LEARN_H
 
 
+#define TKVI_LEARN_FEW 128 /* a table of fewer tokens (a flush, a freeze) is nearer to the uniform one */
+
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
 
@@ -11091,6 +11106,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
+    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens know little of channels */
+        rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad;
          p++) { /* channels in falling order, the first of equals first; then what is no channel */
         int best = -1;
@@ -11185,14 +11202,12 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? The version that it will be, or -1: not yet, or none is free. Forced: the
- * first one, of whatever there is. */
-static int tkvi_learn_now(const tkv_cache *kv, int layer, int forced) {
+/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. */
+static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     int first = kv->tables.current[layer] < 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 1 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return -1;
-    if (tkvi_held(kv, layer) < (forced ? 1 : TKVI_BLOCK)) return -1;
-    return tkvi_free_version(kv, layer);
+    if (!kv->seen || kv->seen[layer] < (forced ? 0 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return 0;
+    return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
 /* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
@@ -11200,9 +11215,14 @@ static int tkvi_learn_now(const tkv_cache *kv, int layer, int forced) {
  * memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would not take a
  * table back. */
 static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
-    int version = tkvi_learn_now(kv, layer, forced);
+    int version;
     *had = kv->tables.current[layer];
-    if (version < 0) return 1;
+    if (!tkvi_learn_due(kv, layer, forced)) return 1;
+    version = tkvi_free_version(kv, layer);
+    if (version < 0) { /* to look for it takes a walk over all blocks: again when there is another */
+        kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
+        return 1;
+    }
     if (!tkvi_version_ready(kv, version)) return *had >= 0;
     kv->tables.current[layer] = (int8_t)version;
     return 1;
@@ -11249,7 +11269,7 @@ static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
 static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_metric_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
-    for (i = 0; i < dim; i++) x[i] = (int)tkvi_clampf(q[i] * 4096.0f, -1e6f, 1e6f);
+    for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
@@ -11284,7 +11304,8 @@ static void tkvi_metric_learn(tkv_cache *kv, int layer) {
 /* n more tokens. */
 static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
     if (kv->ears && kv->ears[layer].tokens >= 0)
-        kv->ears[layer].tokens = tkvi_min(TKVI_LEARN, kv->ears[layer].tokens + n);
+        kv->ears[layer].tokens =
+            tkvi_min(TKVI_FOREVER, kv->ears[layer].tokens + n); /* an abort takes its part back */
 }
 
 /* Listens again, from nothing; the factors stay until there are others. */
@@ -11789,7 +11810,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         first += rows[i].n;
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
-        kv->seen[p->layer] = tkvi_min(TKVI_LEARN_WELL, kv->seen[p->layer] + total);
+        kv->seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
     tkvi_metric_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
@@ -12320,7 +12342,7 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
                          s->layer, "");
     if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
-    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER - s->n)
+    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;
@@ -12774,11 +12796,11 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
         for (c = 0; c < dim; c++) {
-            float x = q->q[r * u->k_pad + c];
-            asked[c] += (int64_t)tkvi_clampf(x * x * 16777216.0f, 0.0f, 1e12f);
+            float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
+            x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
+            asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
-        if (s->l[r] > 0.0f)
-            *far += (int64_t)tkvi_clampf(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 0.0f, 1e12f);
+        if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
     __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
 }
@@ -13573,7 +13595,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkv
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_shape h;
     tkvi_sizes fixed;
-    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
+    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     int i, c;
@@ -13589,8 +13611,10 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(&h, i, &p);
         if (p.stored != i) continue;
-        if (tkvi_plan_learns(&p)) /* sequences that end before there is a table */
+        if (tkvi_plan_learns(&p)) { /* sequences that end before there is a table */
             waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+            if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
+        }
         here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
@@ -13607,9 +13631,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h.any_shared && (int64_t)n_tokens * n_seqs <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
-    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
-    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
+    if (h.any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
+    if (learned > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
+    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
     if (all) {
         m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=

@@ -215,6 +215,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     const char *wrong = NULL;
     memset(p, 0, sizeof *p);
     if (strlen(text) >= MAX_NAME) return "it is too long";
+    if (strpbrk(text, "\"\n")) return "it has a quote in it";
     strcpy(p->name, text);
     strcpy(words, text);
     if (strncmp(text, "streaming:", 10) == 0) {
@@ -240,6 +241,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     if (wrong) return wrong;
     if (p->tables && !calibrate_changes(&p->cfg)) return "no format of it has tables";
     llama_kv_config(m, &p->cfg);
+    if (plan_too_far(&p->cfg)) return plan_too_far(&p->cfg);
     return tkv_config_validate(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
 }
 
@@ -321,10 +323,14 @@ static int *tokenize(const llama_model *m, const char *text, size_t size, int *c
 
 static void add_window(const char *text) {
     window *w = &all.windows[all.n_windows];
+    int i;
     if (all.n_windows == MAX_WINDOWS) fail("more than %d windows", MAX_WINDOWS);
     if (sscanf(text, "%d:%d", &w->from, &w->length) != 2 || w->from < 0 || w->from > MOST || w->length < 2 ||
         w->length > MOST)
         fail("--window %s: it is FROM:TOKENS", text);
+    for (i = 0; i < all.n_windows; i++) /* it would count twice, and errors come out too small */
+        if (all.windows[i].from == w->from && all.windows[i].length == w->length)
+            fail("--window %s: it is there", text);
     all.n_windows++;
 }
 
@@ -922,6 +928,13 @@ static void help(int status) {
     exit(status);
 }
 
+static int option_number(const char *name, const char *value, int least) {
+    int n;
+    if (!plan_count(value, strlen(value), &n) || n < least)
+        fail("%s %s: it wants a whole number from %d on", name, value, least);
+    return n;
+}
+
 int main(int argc, char **argv) {
     const char *csv_path = NULL, *data = getenv("TKV_DATA");
     char err[256], text_path[1024];
@@ -945,13 +958,13 @@ int main(int argc, char **argv) {
         else if (i++, strcmp(name, "--text") == 0) all.text_path = value;
         else if (strcmp(name, "--tables-text") == 0) all.tables_path = value;
         else if (strcmp(name, "--window") == 0) add_window(value);
-        else if (strcmp(name, "--from") == 0) all.from = atoi(value) > 0 ? atoi(value) : 0;
-        else if (strcmp(name, "--threads") == 0) threads = atoi(value) > 0 ? atoi(value) : 1;
+        else if (strcmp(name, "--from") == 0) all.from = option_number(name, value, 0);
+        else if (strcmp(name, "--threads") == 0) threads = option_number(name, value, 1);
         else if (strcmp(name, "--csv") == 0) csv_path = value;
         else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
         else if (strcmp(name, "--needle") == 0) all.needle = value;
         else if (strcmp(name, "--question") == 0) all.question = value;
-        else if (strcmp(name, "--theta") == 0) theta = (float)atof(value);
+        else if (strcmp(name, "--theta") == 0) theta = (float)option_number(name, value, 2);
         else if (strcmp(name, "--plan") == 0 || strcmp(name, "--plans") == 0)
             n_plans++; /* read below: what they may say depends on the model */
         else fail("%s: no such option (quality --help)", name);

@@ -534,6 +534,7 @@ int main(int argc, char **argv) {
     if (o.theta > 0) s.model.rope_theta = o.theta;
     s.model.rope_halves = o.rope_halves;
     llama_kv_config(&s.model, &s.cfg);
+    if (plan_too_far(&s.cfg)) fail("%s", plan_too_far(&s.cfg));
     s.kv = create(&s.cfg);
     context = o.context ? o.context : s.model.context;
     if (context > MOST) context = MOST;

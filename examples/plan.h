@@ -6,7 +6,8 @@
  *     wrong = plan_three(&cfg, "64,448:a40/r40,a30/r20");  hot, warm and archive at once
  *
  * Later words win, so a preset comes first. The config's other rules are tkv_config_validate's. The word
- * layers puts an array of exceptions into the config; plan_free gives it back.
+ * layers puts an array of exceptions into the config, which stay whatever comes later; plan_free gives it back.
+ * When n_layers is known, plan_too_far says whether one is beyond it.
  */
 #ifndef TKV_PLAN_H
 #define TKV_PLAN_H
@@ -101,6 +102,13 @@ static inline const char *plan_layers(tkv_config *cfg, const char *s) {
     if (!layers) return "out of memory";
     for (; first <= last; first++) layers[first].archive = pair;
     cfg->layers = layers;
+    return NULL;
+}
+
+static inline const char *plan_too_far(const tkv_config *cfg) {
+    int i;
+    for (i = cfg->n_layers; cfg->layers && i < 4096; i++)
+        if (cfg->layers[i].archive.k != TKV_FORMAT_DEFAULT) return "layers: the model has fewer";
     return NULL;
 }
 

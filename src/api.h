@@ -434,7 +434,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
  * least hot_tokens of them can be cut (a cut or a flush before takes its part of that). */
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
- * FULL and ALL the warm tier then begins at the newest token. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
+ * there is, which serves until 2,048 tokens have come. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
@@ -442,12 +443,14 @@ TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
  * know they learn while the cache runs: when a layer has seen 512 tokens, all sequences together, its next
  * append makes a table; blocks that were due before stay in the next better tier until then. At 2,048 tokens
  * there is a better one for the blocks that follow, and nothing is collected afterwards. A caller need not do
- * anything. One who knows the model can save what one cache learned and load it into others: they compress from
- * the first block on. What SQUAT formats know of the queries is not saved: it takes them 64 tokens, and they
- * code as KIVI's until then. Learning from attention needs atomics (gcc, clang); elsewhere tables come from the
- * keys alone. KVQUANT formats learn ranges and levels in the same way and time. Tables do not depend on the
- * number of threads. None of these may be called in an open step (TKV_ERR_STATE). Cost: O(layers * heads *
- * head_dim^2), and 16 blocks decoded per layer where a table is made, three times for KVQUANT. */
+ * anything, but call tkv_calibration_refresh if the first tokens were no real ones: ranges of more than four
+ * times what was seen are cut off, and means of keys beyond +-65504. One who knows the model can save what one
+ * cache learned and load it into others: they compress from the first block on. What SQUAT formats know of the
+ * queries is not saved: it takes them 64 tokens, and they code as KIVI's until then. Learning from attention
+ * needs atomics (gcc, clang); elsewhere tables come from the keys alone. KVQUANT formats learn ranges and levels
+ * in the same way and time. Tables do not depend on the number of threads. None of these may be called in an
+ * open step (TKV_ERR_STATE). Cost: O(layers * heads * head_dim^2), and 16 blocks decoded per layer where a table
+ * is made, three times for KVQUANT. */
 TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a table */
 /* Writes what was learned, the same bytes on every machine; *bytes is how many it takes. dst NULL: only that. Layers
  * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */

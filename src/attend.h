@@ -392,11 +392,11 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
         for (c = 0; c < dim; c++) {
-            float x = q->q[r * u->k_pad + c];
-            asked[c] += (int64_t)tkvi_clampf(x * x * 16777216.0f, 0.0f, 1e12f);
+            float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
+            x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
+            asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
-        if (s->l[r] > 0.0f)
-            *far += (int64_t)tkvi_clampf(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 0.0f, 1e12f);
+        if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
     __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
 }

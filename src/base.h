@@ -81,6 +81,11 @@ static int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400
 
 static float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
+/* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
+static int64_t tkvi_counted(float x, float most) {
+    return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
+}
+
 static int tkvi_min(int a, int b) { return a < b ? a : b; }
 
 static int tkvi_max(int a, int b) { return a > b ? a : b; }

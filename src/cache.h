@@ -125,20 +125,25 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
 }
 
-/* The newest blocks whose values are known well: exact or warm, no sinks. Calls visit for each; returns how
- * many. */
+/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
+ * the second newest of each, ... Calls visit for each; returns how many. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
 static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, i, found = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->n - 1; i >= list->sinks + list->archive && found < TKVI_LEARN_BLOCKS; i--) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    int seq, age, had = -1, found = 0;
+    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
+        had = found;
+        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const int i = list->n - age;
+            const tkvi_block *b;
+            const tkvi_record *r;
+            if (i < list->sinks + list->archive) continue;
+            b = &kv->pool.block[ids[i]];
+            r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_end(kv, list, ids, i) - b->start);
             found++;

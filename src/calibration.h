@@ -255,7 +255,7 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
                          s->layer, "");
     if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
-    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER - s->n)
+    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;

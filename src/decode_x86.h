@@ -133,7 +133,7 @@ static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t
     r->ahead = tkvi_ahead(src, next);
     r->slots = r->parts = NULL;
     r->kind = TKVI_CODES_TABLE;
-    r->by_channel = 0;
+    r->by_channel = r->per = r->shift = 0;
     if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
     if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
     r->row = tkvi_kvquant_places(s).row;

@@ -17,6 +17,8 @@
 
 #include "kvquant.h"
 
+#define TKVI_LEARN_FEW 128 /* a table of fewer tokens (a flush, a freeze) is nearer to the uniform one */
+
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
 
@@ -137,6 +139,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
+    for (c = 0; c < cfg->head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens know little of channels */
+        rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad;
          p++) { /* channels in falling order, the first of equals first; then what is no channel */
         int best = -1;
@@ -231,14 +235,12 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? The version that it will be, or -1: not yet, or none is free. Forced: the
- * first one, of whatever there is. */
-static int tkvi_learn_now(const tkv_cache *kv, int layer, int forced) {
+/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. */
+static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     int first = kv->tables.current[layer] < 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 1 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return -1;
-    if (tkvi_held(kv, layer) < (forced ? 1 : TKVI_BLOCK)) return -1;
-    return tkvi_free_version(kv, layer);
+    if (!kv->seen || kv->seen[layer] < (forced ? 0 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return 0;
+    return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
 /* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
@@ -246,9 +248,14 @@ static int tkvi_learn_now(const tkv_cache *kv, int layer, int forced) {
  * memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would not take a
  * table back. */
 static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
-    int version = tkvi_learn_now(kv, layer, forced);
+    int version;
     *had = kv->tables.current[layer];
-    if (version < 0) return 1;
+    if (!tkvi_learn_due(kv, layer, forced)) return 1;
+    version = tkvi_free_version(kv, layer);
+    if (version < 0) { /* to look for it takes a walk over all blocks: again when there is another */
+        kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
+        return 1;
+    }
     if (!tkvi_version_ready(kv, version)) return *had >= 0;
     kv->tables.current[layer] = (int8_t)version;
     return 1;

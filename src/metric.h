@@ -18,7 +18,7 @@
 static void tkvi_metric_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_metric_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.head_dim, i, j;
-    for (i = 0; i < dim; i++) x[i] = (int)tkvi_clampf(q[i] * 4096.0f, -1e6f, 1e6f);
+    for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
@@ -53,7 +53,8 @@ static void tkvi_metric_learn(tkv_cache *kv, int layer) {
 /* n more tokens. */
 static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
     if (kv->ears && kv->ears[layer].tokens >= 0)
-        kv->ears[layer].tokens = tkvi_min(TKVI_LEARN, kv->ears[layer].tokens + n);
+        kv->ears[layer].tokens =
+            tkvi_min(TKVI_FOREVER, kv->ears[layer].tokens + n); /* an abort takes its part back */
 }
 
 /* Listens again, from nothing; the factors stay until there are others. */

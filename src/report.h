@@ -260,7 +260,7 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkv
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_shape h;
     tkvi_sizes fixed;
-    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0;
+    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     int i, c;
@@ -276,8 +276,10 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
         int64_t waiting = 0, here;
         (void)tkvi_plan_of(&h, i, &p);
         if (p.stored != i) continue;
-        if (tkvi_plan_learns(&p)) /* sequences that end before there is a table */
+        if (tkvi_plan_learns(&p)) { /* sequences that end before there is a table */
             waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+            if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
+        }
         here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
@@ -294,9 +296,9 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h.any_shared && (int64_t)n_tokens * n_seqs <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
-    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
-    if ((int64_t)n_tokens * n_seqs > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
+    if (h.any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
+    if (learned > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
+    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
     if (all) {
         m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=

@@ -491,7 +491,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         first += rows[i].n;
     }
     if (kv->seen && kv->seen[p->layer] >= 0)
-        kv->seen[p->layer] = tkvi_min(TKVI_LEARN_WELL, kv->seen[p->layer] + total);
+        kv->seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
     tkvi_metric_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);

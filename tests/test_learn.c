@@ -1253,6 +1253,130 @@ TEST(forged_calibrations_are_harmless) {
     CHECK(used > 100 && refused > 100);
 }
 
+/* >>what must not spoil a table */
+/* A NaN or an infinity in a query is no refusal, and teaches nothing. */
+TEST(queries_that_are_no_numbers) {
+    static const uint32_t bad[] = {0x7fc00000u, 0x7f800000u, 0xff800000u, 0x7f7fffffu};
+    double loss[2][2];
+    size_t n[2];
+    int with, i;
+    WANTS_ATOMICS;
+    for (with = 0; with < 2; with++) {
+        tkv_config cfg = config(1, 1);
+        tkv_cache *kv = make(&cfg);
+        float q[Q_ROW], out[OUT_ROW];
+        for (i = 0; i < 700; i++) {
+            CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+            ask(kv, 0, 0, 1, NULL);
+            if (!with || i % 100 != 99) continue;
+            rows_of(USUAL, 50, 0, i, 1, HEADS, DK, 0, q);
+            q[i % Q_ROW] = tkv_test_float(bad[i / 100 % 3]);
+            CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
+        }
+        CHECK(has_table(kv, 0));
+        CHECK_EQ(tkv_calibration_save(kv, with ? saved_again : saved, SAVED, &n[with]), TKV_OK);
+        losses_of(kv, USUAL, 0, 0, loss[with]);
+        whole(kv, "queries");
+        tkv_destroy(kv);
+    }
+    CHECK_EQ(n[0], n[1]);
+    CHECK_NEAR(loss[0][0], loss[1][0], .05 * loss[0][0]);
+    CHECK_NEAR(loss[0][1], loss[1][1], .05 * loss[0][1]);
+}
+
+/* Aborted tokens come off the count, however many there were. */
+TEST(aborts_and_freeze) {
+    tkv_config cfg = config(1, 8);
+    tkv_cache *kv;
+    int seq, round;
+    cfg.max_append = 4096;
+    kv = make(&cfg);
+    for (seq = 0; seq < 8; seq++) {
+        CHECK_EQ(tkv_begin(kv, seq), TKV_OK);
+        CHECK_EQ(feed(kv, seq, 0, 512), TKV_OK);
+    }
+    for (seq = 0; seq < 8; seq++) CHECK_EQ(seq % 2 ? tkv_abort(kv, seq) : tkv_commit(kv, seq), TKV_OK);
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibrated_layers(kv), 1);
+    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+    whole(kv, "frozen");
+    tkv_destroy(kv);
+    kv = make(&cfg);
+    for (round = 0; round < 8; round++) {
+        CHECK_EQ(feed(kv, 0, 0, 200), TKV_OK);
+        CHECK_EQ(tkv_begin(kv, 1), TKV_OK);
+        CHECK_EQ(feed(kv, 1, 0, 2000), TKV_OK);
+        CHECK_EQ(tkv_abort(kv, 1), TKV_OK);
+        whole(kv, "aborted");
+        CHECK_EQ(has_table(kv, 0), round > 2);
+    }
+    tkv_destroy(kv);
+}
+
+/* Warming up with zeros leaves scales that real tokens fit. */
+TEST(zeros_come_first) {
+    tkv_config cfg = config(1, 1);
+    tkv_cache *kv = make(&cfg);
+    double after[2], fresh[2];
+    CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
+    CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
+    CHECK(has_table(kv, 0));
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    feed_all(kv, 0, 900, 1);
+    losses_of(kv, USUAL, 0, 0, after);
+    tkv_destroy(kv);
+    kv = make(&cfg);
+    feed_all(kv, 0, 900, 1);
+    losses_of(kv, USUAL, 0, 0, fresh);
+    tkv_destroy(kv);
+    CHECK_LE(after[0], 3 * fresh[0]); /* equal shares: nothing is known of channels */
+    CHECK_LE(after[1], 1.2 * fresh[1]);
+}
+
+/* A table of a few tokens is near the uniform one: no channel starves. */
+TEST(few_tokens) {
+    static const int few[] = {1, 4, 8, 12, 40};
+    int i, t, c;
+    for (i = 0; i < COUNT(few); i++) {
+        tkv_config cfg = config(1, 1);
+        tkv_cache *kv = make(&cfg);
+        double worst = 0;
+        CHECK_EQ(feed(kv, 0, 0, 4 + few[i]), TKV_OK);
+        CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+        feed_all(kv, 0, 700, 1);
+        CHECK_EQ(tkv_read(kv, 0, 0, 64, 256, k_out, v_out), TKV_OK);
+        rows_of(USUAL, 0, 0, 64, 256, KV_HEADS, DK, 0, k_want);
+        for (c = 0; c < K_ROW; c++) {
+            double d = 0, s = 0;
+            for (t = 0; t < 256; t++) {
+                d += pow((double)k_out[t * K_ROW + c] - (double)k_want[t * K_ROW + c], 2);
+                s += pow((double)k_want[t * K_ROW + c], 2);
+            }
+            worst = d / s > worst ? d / s : worst;
+        }
+        CHECK_MSG(worst < .5, "%d tokens: a channel's error is %.3f of it", few[i], worst);
+        tkv_destroy(kv);
+    }
+}
+
+/* Tables are of all sequences that grow together, not of those with the lowest numbers. */
+TEST(tables_of_all_sequences) {
+    double loss[2][2];
+    int order, seq, at;
+    for (order = 0; order < 2; order++) { /* large ones last; in turns */
+        tkv_config cfg = config(1, 8);
+        tkv_cache *kv = make(&cfg);
+        for (at = 0; at < 1024; at += 64)
+            for (seq = 0; seq < 8; seq++)
+                CHECK_EQ(feed_this(kv, (order ? seq % 2 : seq >= 4) ? LARGE : USUAL, seq, 0, 64), TKV_OK);
+        losses_of(kv, LARGE, 7, 0, loss[order]);
+        tkv_destroy(kv);
+    }
+    CHECK_NEAR(loss[0][0], loss[1][0], .2 * loss[1][0]);
+    CHECK_NEAR(loss[0][1], loss[1][1], .2 * loss[1][1]);
+    CHECK_LE(loss[0][0], .5);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(nothing_is_coded_before_the_512th_token);
@@ -1283,5 +1407,10 @@ int main(int argc, char **argv) {
     RUN(other_models_are_refused);
     RUN(senseless_calibrations_are_refused);
     RUN(forged_calibrations_are_harmless);
+    RUN(queries_that_are_no_numbers);
+    RUN(aborts_and_freeze);
+    RUN(zeros_come_first);
+    RUN(few_tokens);
+    RUN(tables_of_all_sequences);
     return tkv_test_end();
 }

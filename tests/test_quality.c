@@ -338,7 +338,11 @@ TEST(plan_layers) {
         CHECK_EQ(pair.v, layer == 4 ? TKV_KIVI4 : layer >= 1 && layer <= 3 ? TKV_KIVI3 : TKV_KIVI2);
     }
     tkv_destroy(kv);
+    CHECK(!plan_too_far(&a));
+    a.n_layers = 4;
+    CHECK(plan_too_far(&a) != NULL);
     plan_free(&a);
+    CHECK(!plan_too_far(&a));
     CHECK(a.layers == NULL);
 }
 
