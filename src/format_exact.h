@@ -28,6 +28,26 @@ static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
+/* n values of a row, 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody else's memory. */
+#define TKVI_EXACT_ROW_(t, size)                                                                             \
+    static void tkvi_##t##_row(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {              \
+        float y[16];                                                                                         \
+        int c, k;                                                                                            \
+        (void)help;                                                                                          \
+        for (c = 0; c + 16 <= n; c += 16) {                                                                  \
+            for (k = 0; k < 16; k++) y[k] = tkvi_load_##t(src + (c + k) * (size));                           \
+            memcpy(x + c, y, sizeof y);                                                                      \
+        }                                                                                                    \
+        for (; c < n; c++) x[c] = tkvi_load_##t(src + c * (size));                                           \
+    }
+TKVI_EXACT_ROW_(f32, 4)
+TKVI_EXACT_ROW_(bf16, 2)
+#undef TKVI_EXACT_ROW_
+
+static void tkvi_f16_row(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+    help->halves(src, n, x);
+}
+
 /* The same for each type of `size` bytes; loads and stores are known to the compiler. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
     static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
@@ -43,13 +63,11 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
         memset(dst, 0, s->bytes);                                                                            \
         for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,        \
-                                  size_t stride) {                                                           \
-        int i, c;                                                                                            \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,          \
+                                  int first, int n, float *x, size_t stride) {                               \
+        int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            for (c = 0; c < s->dim; c++)                                                                     \
-                x[(size_t)i * stride + (size_t)c] =                                                          \
-                    tkvi_load_##t(src + ((first + i) * s->pad + c) * (size));                                \
+            tkvi_##t##_row(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);       \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)

@@ -34,6 +34,8 @@ extern "C" {
 #include "kernels.h"
 #include "kernels_x86.h"
 #include "decode_x86.h"
+#include "turn_x86.h"
+#include "values_x86.h"
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #include "kernels_neon.h"

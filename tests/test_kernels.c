@@ -708,6 +708,79 @@ TEST(exact) {
     }
 }
 
+/* Any side of tiles as floats, any of its tokens, with the scalar code's bits; nothing beyond. */
+typedef struct decode_case {
+    int dim, kind, width, first, n, stride;
+} decode_case;
+
+/* Kinds: sides made by hand, their values rotated or not; A or R; any exact format. */
+static void decode_side_of(tkv_rng *rng, const decode_case *c, tkv_side which, made_side *m,
+                           tkvi_format *rotated) {
+    if (c->kind == 2) {
+        static const int half_bits[5] = {2, 3, 4, 6, 8};
+        make_shared(rng, m, which, c->dim, which == TKV_V ? half_bits[tkv_rng_below(rng, 5)] : 0, 3.0);
+    } else if (c->kind == 3) {
+        static const tkv_format exact[3] = {TKV_F32, TKV_F16, TKV_BF16};
+        memset(m, 0, sizeof *m);
+        tkvi_side_init(&m->s, &tkvi_formats[exact[c->width % 3]], which, c->dim, 64, c->first + c->n, NULL);
+    } else {
+        const int levels = (c->width == 0 || c->width <= 4) && tkv_rng_below(rng, 3) == 0;
+        make_side(rng, m, which, c->dim, tkv_rng_below(rng, 2) ? 64 : 32, c->width, tkv_rng_below(rng, 2),
+                  levels);
+        *rotated = *m->s.format;
+        rotated->side[TKV_K].decode = rotated->side[TKV_V].decode = tkvi_tiles_decode;
+        rotated->rotated = c->kind;
+        m->s.format = rotated;
+    }
+}
+
+static int decodes_alike(const tkvi_helpers *help, const decode_case *c, tkv_side which, uint64_t seed) {
+    static float want[TKVI_BLOCK * (TKV_MAX_HEAD_DIM + 9)];
+    tkv_rng rng = tkv_rng_seed(seed);
+    tkvi_format rotated;
+    made_side m;
+    fence fs, fx;
+    uint8_t *src;
+    float *x;
+    size_t size = (size_t)((c->n - 1) * c->stride + c->dim), i;
+    int same;
+    decode_side_of(&rng, c, which, &m, &rotated);
+    src = (uint8_t *)fence_get(&fs, m.s.bytes, (int)(seed % 2));
+    x = (float *)fence_get(&fx, size * sizeof(float), (int)(seed / 2 % 2));
+    for (i = 0; i < size; i++) want[i] = x[i] = -77.0f;
+    if (c->kind < 3) fill_side(&rng, &m.s, src, TKVI_BLOCK, seed % 3 ? 1.0 : 30.0, seed % 5 ? 3.0 : 600.0);
+    for (i = 0; c->kind == 3 && i < m.s.bytes; i++)
+        src[i] = (uint8_t)tkv_rng_below(&rng, 120); /* all finite */
+    tkvi_values(&m.s, help, src, c->first, c->n, x, (size_t)c->stride);
+    tkvi_decode_side(&m.s, src, c->first, c->n, want, (size_t)c->stride);
+    same = memcmp(x, want, size * sizeof(float)) == 0;
+    return same & fence_put(&fs) & fence_put(&fx);
+}
+
+TEST(values_of_tokens) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = isa_list(list), i, k;
+    for (i = 0; i < count; i++) {
+        const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
+        tkv_rng rng = tkv_rng_seed(23);
+        for (k = 0; k < rounds(4000); k++) {
+            static const int dims[8] = {64, 128, 80, 96, 112, 192, 256, 16};
+            const tkv_side which = k % 2 ? TKV_V : TKV_K;
+            decode_case c;
+            c.dim = k % 3 ? dims[tkv_rng_below(&rng, 8)] : 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
+            c.kind = tkv_rng_below(&rng, 4);
+            c.width = tkv_rng_below(&rng, 3) ? widths[tkv_rng_below(&rng, 7)] : 0;
+            c.first = tkv_rng_below(&rng, 3) ? 0 : tkv_rng_below(&rng, TKVI_BLOCK);
+            c.n =
+                tkv_rng_below(&rng, 3) ? TKVI_BLOCK - c.first : 1 + tkv_rng_below(&rng, TKVI_BLOCK - c.first);
+            c.stride = c.dim + (tkv_rng_below(&rng, 2) ? tkv_rng_below(&rng, 9) : 0);
+            CHECK_MSG(decodes_alike(kernels->helpers, &c, which, (uint64_t)k),
+                      "%s %s: dim %d kind %d width %d first %d n %d stride %d", kernels->name,
+                      which == TKV_K ? "K" : "V", c.dim, c.kind, c.width, c.first, c.n, c.stride);
+        }
+    }
+}
+
 TEST(tiles_every_width) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, w, k;
@@ -1166,6 +1239,7 @@ int main(int argc, char **argv) {
     RUN(zeros_of_allocated_keys);
     RUN(exponentials);
     RUN(exact);
+    RUN(values_of_tokens);
     RUN(tiles_every_width);
     RUN(tiles_mixed);
     RUN(allocated_keys);
