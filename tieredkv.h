@@ -1998,6 +1998,7 @@ typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helper
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -2044,6 +2045,11 @@ static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
+static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+    int i;
+    for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
+}
+
 static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
@@ -2086,7 +2092,7 @@ typedef struct tkvi_codec {
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */
@@ -2253,17 +2259,21 @@ static void tkvi_store_f32(uint8_t *dst, float x) { tkvi_store32(dst, tkvi_bits(
 
 static float tkvi_load_f32(const uint8_t *src) { return tkvi_from_bits(tkvi_load32(src)); }
 
-static void tkvi_store_f16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_to_f16(x)); }
-
 static float tkvi_load_f16(const uint8_t *src) { return tkvi_f16_to_f32(tkvi_load16(src)); }
 
 static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_to_bf16(x)); }
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-/* n values of a row, 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody else's memory. */
+/* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
+ * else's memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_row(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {              \
+    static void tkvi_##t##_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {             \
+        int c;                                                                                               \
+        (void)help;                                                                                          \
+        for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
+    }                                                                                                        \
+    static void tkvi_##t##_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {             \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
         (void)help;                                                                                          \
@@ -2277,30 +2287,33 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_row(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+static void tkvi_f16_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+    help->to_halves(x, n, dst);
+}
+
+static void tkvi_f16_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
     help->halves(src, n, x);
 }
 
-/* The same for each type of `size` bytes; loads and stores are known to the compiler. */
+/* The same for each type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_helpers *help, const float *x, int token,      \
+                               uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
-        int c;                                                                                               \
-        for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
-        memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
+        tkvi_##t##_save(help, x, s->dim, row);                                                               \
+        memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
     static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
-        (void)help;                                                                                          \
         memset(dst, 0, s->bytes);                                                                            \
-        for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
     }                                                                                                        \
     static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,          \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            tkvi_##t##_row(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);       \
+            tkvi_##t##_read(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);      \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)
@@ -3781,8 +3794,9 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 
 static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar, tkvi_logs_scalar,    tkvi_zeros_scalar,  tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_weave_scalar,  tkvi_columns_scalar, tkvi_settle_scalar, tkvi_tokens_scalar,    tkvi_tiles_scalar};
+    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,  tkvi_zeros_scalar,
+    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar, tkvi_columns_scalar,
+    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -5640,6 +5654,16 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 
+static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
+        _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
+    }
+    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
+}
+
 /* n is a multiple of 4 here: four lanes. */
 TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
     int32_t x;
@@ -6160,9 +6184,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {
-    tkvi_halves_avx2, tkvi_logs_avx2,    tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-    tkvi_weave_avx2,  tkvi_columns_avx2, tkvi_settle_avx2, tkvi_tokens_avx2,    tkvi_tile_values_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2,  tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2,  tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,    tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -7265,8 +7290,9 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512, tkvi_logs_avx512,    tkvi_zeros_avx512, tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-    tkvi_weave_avx2,    tkvi_columns_avx512, tkvi_settle_avx2,  tkvi_tokens_avx512,  tkvi_tile_values_avx512};
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512,       tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,        tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -8687,9 +8713,10 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
     tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_helpers tkvi_helpers_128 = {
-    tkvi_halves_128,   tkvi_logs_128,       tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_weave_scalar, tkvi_columns_scalar, tkvi_settle_scalar, tkvi_tokens_scalar,    tkvi_tiles_scalar};
+static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
+                                              tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
+                                              tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
+                                              tkvi_tokens_scalar, tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -12145,15 +12172,28 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
 }
 
+/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+static int tkvi_all_finite(const float *x, int n) {
+    uint32_t bits[16], some[16] = {0}, any = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) any |= some[k];
+    return !(any >> 31);
+}
+
 static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
-    int t, h, c, bad = 0;
+    int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            for (c = 0; c < s->dim; c++) bad |= !tkvi_is_finite(row[c]);
+            finite &= tkvi_all_finite(row, s->dim);
         }
-    return !bad;
+    return finite;
 }
 
 static float tkvi_saturate(float x) {
@@ -12162,13 +12202,13 @@ static float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
-                           int saturate, uint8_t *dst) {
+static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+                           int head, int at, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, row, at, dst);
+    side->format->side[side->which].put(side, help, row, at, dst);
 }
 
 /* The last block if it has room, its own copy if others hold it too, or a new one. */
@@ -12209,8 +12249,9 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         int at = list->len - b->start;
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, v, first + t, h, at, saturate, bytes + r->at + r->v_at);
+            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+                           bytes + r->at + r->v_at);
         }
         list->len++;
     }

@@ -38,6 +38,7 @@ typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helper
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -84,6 +85,11 @@ static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
+static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+    int i;
+    for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
+}
+
 static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
@@ -126,7 +132,7 @@ typedef struct tkvi_codec {
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */

@@ -64,6 +64,16 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
 }
 
+static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
+        _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
+    }
+    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
+}
+
 /* n is a multiple of 4 here: four lanes. */
 TKVI_FLAT_AVX2 __m128i tkvi_4bytes_avx2(const uint8_t *src) {
     int32_t x;
@@ -584,9 +594,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {
-    tkvi_halves_avx2, tkvi_logs_avx2,    tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-    tkvi_weave_avx2,  tkvi_columns_avx2, tkvi_settle_avx2, tkvi_tokens_avx2,    tkvi_tile_values_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2,  tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2,  tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,    tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);

@@ -531,6 +531,39 @@ TEST(halves) {
     }
 }
 
+/* Finite floats to halves: every half, what lies halfway to the next one and just beside that, the largest. */
+TEST(to_halves) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = isa_list(list), i, h, n;
+    static float x[4 * 0x7c01];
+    static uint8_t got[8 * 0x7c01];
+    for (h = 0; h <= 0x7c00; h++) {
+        uint32_t here = tkvi_bits(tkvi_f16_to_f32((uint16_t)tkvi_min(h, 0x7bff)));
+        float next = h < 0x7bff ? tkvi_f16_to_f32((uint16_t)(h + 1)) : 65536.0f;
+        float half = (tkvi_from_bits(here) + next) * 0.5f;
+        x[4 * h] = h < 0x7c00 ? tkvi_from_bits(here) : FLT_MAX;
+        x[4 * h + 1] = -half;
+        x[4 * h + 2] = tkvi_from_bits(tkvi_bits(half) - 1);
+        x[4 * h + 3] = tkvi_from_bits((tkvi_bits(half) + 1) | (uint32_t)(h & 1) << 31);
+    }
+    for (i = 0; i < count; i++) {
+        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        int wrong = 0;
+        help->to_halves(x, 4 * 0x7c01, got);
+        for (h = 0; h < 4 * 0x7c01; h++) wrong += tkvi_load16(got + 2 * h) != tkvi_f32_to_f16(x[h]);
+        CHECK_EQ(wrong, 0);
+        for (n = 0; n < 70; n++) { /* any length, nothing beyond */
+            fence fs, fd;
+            float *s = (float *)fence_get(&fs, (size_t)n * sizeof(float), 0);
+            uint8_t *d = (uint8_t *)fence_get(&fd, (size_t)(2 * n), 0);
+            memcpy(s, x + 4 * 0x3c00, (size_t)n * sizeof(float));
+            help->to_halves(s, n, d);
+            CHECK_MEM(d, got + 8 * 0x3c00, (size_t)(2 * n));
+            CHECK(fence_put(&fs) & fence_put(&fd));
+        }
+    }
+}
+
 /* The windows of all scales, any length, nothing beyond. */
 TEST(logarithmic_scales) {
     tkv_isa list[TKV_ISA_COUNT];
@@ -1235,6 +1268,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(dispatch);
     RUN(halves);
+    RUN(to_halves);
     RUN(logarithmic_scales);
     RUN(zeros_of_allocated_keys);
     RUN(exponentials);
