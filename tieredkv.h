@@ -4869,10 +4869,9 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 #endif /* TKVI_DECODE_X86_H */
 /* ======== turn_x86.h ======== */
 /*
- * turn_x86.h - the rotation of rotate.h by vectors, in registers and with the scalar code's bits: each sum has two
- * uses, so no compiler takes it apart, and products go through memory before they are added to anything. Encoders
- * turn (kernels_avx2.h, kernels_avx512.h), decoding turns back (values_x86.h). A lane is a channel; 16 channels and
- * more. Calls kernels_x86.h.
+ * turn_x86.h - the rotation of rotate.h by vectors, in registers and with the scalar code's bits. Encoders turn
+ * (kernels_avx2.h, kernels_avx512.h), decoding turns back (values_x86.h). A lane is a channel; 16 channels and more.
+ * Calls kernels_x86.h.
  */
 #ifndef TKVI_TURN_X86_H
 #define TKVI_TURN_X86_H
@@ -4880,11 +4879,20 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 
 #ifdef TKVI_X86
 
+/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_AS_IT_IS(x) ((void)0)
+#endif
+
 /* >>AVX2 */
 TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b);
-    *b = _mm256_sub_ps(*a, *b);
+    __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
+    TKVI_AS_IT_IS(sum);
+    TKVI_AS_IT_IS(less);
     *a = sum;
+    *b = less;
 }
 
 /* Butterflies of n vectors at distance h. */
@@ -5010,9 +5018,11 @@ static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
 #endif
 
 TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b);
-    *b = _mm512_sub_ps(*a, *b);
+    __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
+    TKVI_AS_IT_IS(sum);
+    TKVI_AS_IT_IS(less);
     *a = sum;
+    *b = less;
 }
 
 /* Butterflies of n vectors at distance h. */
