@@ -2012,6 +2012,9 @@ typedef struct tkvi_helpers {
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* Codes and metadata of KIVI (format_kivi.h). */
+    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
     tkvi_decoder tiles; /* a side of tiles (format_tiles.h) */
 } tkvi_helpers;
 
@@ -2497,12 +2500,11 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-/* Group g of one channel of K, n tokens of the block being there: codes to code, scale and zero to dst. What
- * has no tokens keeps its zeros. */
+/* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
 static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                             tkvi_codes code, uint8_t *dst) {
+                             tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
-    uint8_t coded[TKVI_BLOCK], *scale = dst + s->code_bytes + 2 * (g * s->pad + position);
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
     n = tkvi_min(n - first, s->group);
     if (n < 1) return;
@@ -2511,34 +2513,32 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
     for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-static void tkvi_kivi_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    int position, g;
-    memset(dst, 0, s->bytes);
-    memset(code, 0, sizeof code);
-    for (position = 0; position < s->pad; position++)
-        for (g = 0; g < s->groups && tkvi_channel(s, position) < s->dim; g++)
-            tkvi_kivi_column(s, x, stride, n, g, position, code, dst);
-    tkvi_pack(s, help, code, dst);
+/* Group g of one token of V. */
+static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                          uint8_t *meta) {
+    int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
+    tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
+                    scale + 2 * s->groups * TKVI_BLOCK);
+    for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_kivi_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    uint8_t *scale = dst + s->code_bytes, *zero = scale + s->groups * TKVI_BLOCK * 2;
-    int g, t, c;
+static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
+                               uint8_t *meta) {
+    int i, g;
+    for (i = 0; i < s->pad && s->which == TKV_K; i++)
+        for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
+            tkvi_kivi_column(s, x, stride, n, g, i, code, meta);
+    for (i = 0; i < n && s->which == TKV_V; i++)
+        for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
+}
+
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                             int n, uint8_t *dst) {
+    TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    for (t = 0; t < n; t++)
-        for (g = 0; g < s->groups; g++) {
-            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
-            int m = 2 * (g * TKVI_BLOCK + t);
-            uint8_t coded[TKVI_BLOCK];
-            tkvi_kivi_group(x + (size_t)t * stride + (size_t)first, count, s->format->bits, s->fit, coded,
-                            scale + m, zero + m);
-            for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, t) = coded[c];
-        }
+    help->groups(s, x, stride, n, code, dst + s->code_bytes);
     tkvi_pack(s, help, code, dst);
 }
 
@@ -2663,7 +2663,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_k_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, help, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -2679,7 +2679,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
             for (c = from; c < end; c++) {
                 const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
                 float scale, zero;
-                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst);
+                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst + s->code_bytes);
                 scale = tkvi_f16_to_f32(tkvi_load16(meta));
                 zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * s->groups * s->pad));
                 for (t = first; t < first + count; t++) {
@@ -3757,8 +3757,8 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_k_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {               \
-            tkvi_kivi_v_layout, tkvi_kivi_v_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
@@ -3794,9 +3794,9 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 
 static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,  tkvi_zeros_scalar,
-    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar, tkvi_columns_scalar,
-    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_tiles_scalar};
+    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
+    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
+    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -5599,6 +5599,154 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_VALUES_X86_H */
+/* ======== groups_x86.h ======== */
+/*
+ * groups_x86.h - the groups of KIVI (format_kivi.h) by AVX2: codes, scales and zeros with the scalar code's bytes. K: a
+ * lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls values_x86.h.
+ */
+#ifndef TKVI_GROUPS_X86_H
+#define TKVI_GROUPS_X86_H
+
+
+#ifdef TKVI_X86
+
+/* Cut to what halves hold. */
+TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    return _mm256_max_ps(_mm256_min_ps(x, most), least);
+}
+
+/* Eight values from p, the lanes there are. */
+TKVI_FLAT_AVX2 __m256 tkvi_group_values_avx2(const float *p, __m256i lanes) {
+    return tkvi_group_cut_avx2(_mm256_maskload_ps(p, lanes));
+}
+
+/* Codes as integers; 0 where the scale is. */
+TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
+    const __m256 none = _mm256_setzero_ps();
+    __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
+    y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
+}
+
+/* Group g of eight columns of K, n tokens of the block being there. */
+TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
+                                      tkvi_codes code, uint8_t *meta) {
+    const __m256i lanes = tkvi_lanes_avx2(s->dim - c);
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
+    uint8_t *at = meta + 2 * (g * s->pad + c);
+    __m256 lo, hi, scale, zero;
+    __m128i half;
+    int t, k;
+    x += c;
+    lo = hi = tkvi_group_values_avx2(x + (size_t)from * stride, lanes);
+    for (t = from + 1; t < end; t++) {
+        const __m256 v = tkvi_group_values_avx2(x + (size_t)t * stride, lanes);
+        lo = _mm256_min_ps(v, lo);
+        hi = _mm256_max_ps(v, hi);
+    }
+    half = _mm256_cvtps_ph(_mm256_div_ps(_mm256_sub_ps(hi, lo), _mm256_set1_ps(top)), 0);
+    scale = _mm256_cvtph_ps(half);
+    _mm_storeu_si128((__m128i *)(void *)at, half);
+    half = _mm256_cvtps_ph(_mm256_add_ps(lo, _mm256_setzero_ps()), 0);
+    zero = _mm256_cvtph_ps(half);
+    _mm_storeu_si128((__m128i *)(void *)(at + 2 * s->groups * s->pad), half);
+    for (t = from; t < end; t += 4) {
+        __m256i v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            v[k] = _mm256_setzero_si256();
+            if (t + k < end)
+                v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(x + (size_t)(t + k) * stride, lanes),
+                                             scale, zero, top);
+        }
+        v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
+        _mm_storeu_si128((__m128i *)(void *)(code[c / 4 + 1] + 4 * t), _mm256_extracti128_si256(v[0], 1));
+    }
+}
+
+/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+#define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
+    do {                                                                                                     \
+        __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
+        __m128 b_ = op(_mm256_castps256_ps128((x)[1]), _mm256_extractf128_ps((x)[1], 1));                    \
+        __m128 c_ = op(_mm256_castps256_ps128((x)[2]), _mm256_extractf128_ps((x)[2], 1));                    \
+        __m128 d_ = op(_mm256_castps256_ps128((x)[3]), _mm256_extractf128_ps((x)[3], 1));                    \
+        _MM_TRANSPOSE4_PS(a_, b_, c_, d_);                                                                   \
+        out = op(op(a_, b_), op(c_, d_));                                                                    \
+    } while (0)
+
+/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
+TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g, int t,
+                                      tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
+    TKVI_ALIGNED float scales[4], zeros[4];
+    __m256 lo[4], hi[4];
+    __m128 least, most;
+    __m128i half;
+    int c, k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_group_cut_avx2(_mm256_broadcast_ss(row[k] + from));
+    for (c = from; c < end; c += 8) {
+        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            const __m256 v = tkvi_group_values_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
+            lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
+            hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
+        }
+    }
+    TKVI_ACROSS_FOUR_(_mm_min_ps, lo, least);
+    TKVI_ACROSS_FOUR_(_mm_max_ps, hi, most);
+    half = _mm_cvtps_ph(
+        _mm_and_ps(_mm_div_ps(_mm_sub_ps(most, least), _mm_set1_ps(top)), _mm_castsi128_ps(some)), 0);
+    _mm_store_ps(scales, _mm_cvtph_ps(half));
+    _mm_storel_epi64((__m128i *)(void *)at, half);
+    half = _mm_cvtps_ph(_mm_and_ps(_mm_add_ps(least, _mm_setzero_ps()), _mm_castsi128_ps(some)), 0);
+    _mm_store_ps(zeros, _mm_cvtph_ps(half));
+    _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
+    for (c = from; c < end; c += 8) {
+        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        __m256i v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(row[k] + c, lanes), _mm256_set1_ps(scales[k]),
+                                         _mm256_set1_ps(zeros[k]), top);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
+        v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
+        _mm256_storeu_si256((__m256i *)(void *)(code[c / 16 * 4 + t / 16] + t % 16 / 4 * 64 + c % 16 * 4),
+                            v[0]);
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                              tkvi_codes code, uint8_t *meta) {
+    int g, c, t, k;
+    if (s->fit || s->order) {
+        tkvi_groups_scalar(s, x, stride, n, code, meta);
+        return;
+    }
+    for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
+        for (g = 0; g * s->group < n && g < s->groups; g++)
+            tkvi_group_k_avx2(s, x, stride, n, g, c, code, meta);
+    for (t = 0; t < n && s->which == TKV_V; t += 4) {
+        const float *row[4];
+        for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
+        for (g = 0; g < s->groups; g++) tkvi_group_v_avx2(s, row, n - t, g, t, code, meta);
+    }
+}
+
+#undef TKVI_ACROSS_FOUR_
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_GROUPS_X86_H */
 /* ======== kernels_avx2.h ======== */
 /*
  * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
@@ -6194,10 +6342,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2,  tkvi_logs_avx2,
-                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2,  tkvi_pack_tile_avx2,
-                                               tkvi_weave_avx2,  tkvi_columns_avx2,    tkvi_settle_avx2,
-                                               tkvi_tokens_avx2, tkvi_tile_values_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -7300,9 +7448,9 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512,       tkvi_zeros_avx512,
-    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,        tkvi_columns_avx512,
-    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_tile_values_avx512};
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -8726,7 +8874,7 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
 static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
                                               tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
                                               tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
-                                              tkvi_tokens_scalar, tkvi_tiles_scalar};
+                                              tkvi_tokens_scalar, tkvi_groups_scalar,    tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);

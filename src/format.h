@@ -52,6 +52,9 @@ typedef struct tkvi_helpers {
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* Codes and metadata of KIVI (format_kivi.h). */
+    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
     tkvi_decoder tiles; /* a side of tiles (format_tiles.h) */
 } tkvi_helpers;
 

@@ -23,8 +23,8 @@
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_k_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {               \
-            tkvi_kivi_v_layout, tkvi_kivi_v_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
@@ -60,9 +60,9 @@
     }
 
 static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,  tkvi_zeros_scalar,
-    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar, tkvi_columns_scalar,
-    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_tiles_scalar};
+    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
+    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
+    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {

@@ -6,7 +6,7 @@
 #define TKVI_KERNELS_AVX2_H
 
 #include "decode_x86.h"
-#include "values_x86.h"
+#include "groups_x86.h"
 
 #ifdef TKVI_X86
 
@@ -594,10 +594,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2,  tkvi_logs_avx2,
-                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2,  tkvi_pack_tile_avx2,
-                                               tkvi_weave_avx2,  tkvi_columns_avx2,    tkvi_settle_avx2,
-                                               tkvi_tokens_avx2, tkvi_tile_values_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);

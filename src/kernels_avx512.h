@@ -360,9 +360,9 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512,       tkvi_zeros_avx512,
-    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,        tkvi_columns_avx512,
-    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_tile_values_avx512};
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));

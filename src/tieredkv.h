@@ -36,6 +36,7 @@ extern "C" {
 #include "decode_x86.h"
 #include "turn_x86.h"
 #include "values_x86.h"
+#include "groups_x86.h"
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #include "kernels_neon.h"

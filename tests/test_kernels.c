@@ -1030,7 +1030,8 @@ TEST(encoding_of_every_format) {
         for (f = TKV_F32; f < TKV_FORMAT_COUNT; f++)
             for (which = TKV_K; which <= TKV_V; which++) {
                 const tkvi_format *format = &tkvi_formats[f];
-                int all = format->shared ? TKV_MAX_HEAD_DIM / 3 : 24;
+                int kivi = format->side[which].encode == tkvi_kivi_encode;
+                int all = format->shared ? TKV_MAX_HEAD_DIM / 3 : kivi ? 120 : 24;
                 if (!tkvi_format_stores(format, (tkv_side)which)) continue;
                 for (k = 1; k <= rounds(all); k++) {
                     tkv_rng rng = tkv_rng_seed((uint64_t)(23000 + 500 * f + k));
