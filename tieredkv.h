@@ -5610,6 +5610,13 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help
 
 #ifdef TKVI_X86
 
+/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
+#define TKVI_OTHER_GROUPS 1
+#else
+#define TKVI_OTHER_GROUPS 0
+#endif
+
 /* Cut to what halves hold. */
 TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
     const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
@@ -5728,7 +5735,7 @@ TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *ro
 static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
                                               tkvi_codes code, uint8_t *meta) {
     int g, c, t, k;
-    if (s->fit || s->order) {
+    if (s->fit || s->order || TKVI_OTHER_GROUPS) {
         tkvi_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
@@ -5743,6 +5750,7 @@ static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x
 }
 
 #undef TKVI_ACROSS_FOUR_
+#undef TKVI_OTHER_GROUPS
 
 #endif /* TKVI_X86 */
 
