@@ -1997,10 +1997,16 @@ struct tkvi_side;
 struct tkvi_columns;
 struct tkvi_rope;
 struct tkvi_kvquant;
+struct tkvi_helpers;
+
+/* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helpers *help, const uint8_t *src,
+                             int first, int n, float *x, size_t stride);
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -2014,6 +2020,10 @@ typedef struct tkvi_helpers {
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* Codes and metadata of KIVI (format_kivi.h). */
+    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder tiles; /* a side of tiles (format_tiles.h) */
 } tkvi_helpers;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -2046,6 +2056,11 @@ static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
+static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+    int i;
+    for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
+}
+
 static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
@@ -2073,10 +2088,6 @@ static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const f
     }
 }
 
-/* All that decoding asks for; format_table.h has the whole definition. */
-static const tkvi_helpers tkvi_helpers_decode = {
-    tkvi_halves_scalar, tkvi_logs_scalar, tkvi_zeros_scalar, NULL, NULL, NULL, NULL, NULL, NULL};
-
 /* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
 typedef struct tkvi_codec {
     /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
@@ -2084,8 +2095,7 @@ typedef struct tkvi_codec {
     /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
-    /* Tokens first .. first+n-1. Same bits on every machine: at most one rounding per value. */
-    void (*decode)(const struct tkvi_side *s, const uint8_t *src, int first, int n, float *x, size_t stride);
+    tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
@@ -2093,7 +2103,7 @@ typedef struct tkvi_codec {
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */
@@ -2231,9 +2241,10 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
-static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                             size_t stride) {
-    s->format->side[s->which].decode(s, src, first, n, x, stride);
+/* What tkvi_decode_side in format_table.h gives, by `help`. */
+static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first, int n,
+                        float *x, size_t stride) {
+    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMAT_H */
@@ -2259,36 +2270,61 @@ static void tkvi_store_f32(uint8_t *dst, float x) { tkvi_store32(dst, tkvi_bits(
 
 static float tkvi_load_f32(const uint8_t *src) { return tkvi_from_bits(tkvi_load32(src)); }
 
-static void tkvi_store_f16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_to_f16(x)); }
-
 static float tkvi_load_f16(const uint8_t *src) { return tkvi_f16_to_f32(tkvi_load16(src)); }
 
 static void tkvi_store_bf16(uint8_t *dst, float x) { tkvi_store16(dst, tkvi_f32_to_bf16(x)); }
 
 static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_load16(src)); }
 
-/* The same for each type of `size` bytes; loads and stores are known to the compiler. */
-#define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const float *x, int token, uint8_t *dst) {                \
-        uint8_t *row = dst + token * s->pad * (size);                                                        \
+/* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
+ * else's memory. */
+#define TKVI_EXACT_ROW_(t, size)                                                                             \
+    static void tkvi_##t##_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {             \
         int c;                                                                                               \
-        for (c = 0; c < s->dim; c++) tkvi_store_##t(row + c * (size), x[c]);                                 \
-        memset(row + c * (size), 0, (size_t)((s->pad - c) * (size)));                                        \
+        (void)help;                                                                                          \
+        for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
+    }                                                                                                        \
+    static void tkvi_##t##_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {             \
+        float y[16];                                                                                         \
+        int c, k;                                                                                            \
+        (void)help;                                                                                          \
+        for (c = 0; c + 16 <= n; c += 16) {                                                                  \
+            for (k = 0; k < 16; k++) y[k] = tkvi_load_##t(src + (c + k) * (size));                           \
+            memcpy(x + c, y, sizeof y);                                                                      \
+        }                                                                                                    \
+        for (; c < n; c++) x[c] = tkvi_load_##t(src + c * (size));                                           \
+    }
+TKVI_EXACT_ROW_(f32, 4)
+TKVI_EXACT_ROW_(bf16, 2)
+#undef TKVI_EXACT_ROW_
+
+static void tkvi_f16_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+    help->to_halves(x, n, dst);
+}
+
+static void tkvi_f16_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+    help->halves(src, n, x);
+}
+
+/* The same for each type of `size` bytes. */
+#define TKVI_EXACT_CODEC_(t, size)                                                                           \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_helpers *help, const float *x, int token,      \
+                               uint8_t *dst) {                                                               \
+        uint8_t *row = dst + token * s->pad * (size);                                                        \
+        tkvi_##t##_save(help, x, s->dim, row);                                                               \
+        memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
     static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
-        (void)help;                                                                                          \
         memset(dst, 0, s->bytes);                                                                            \
-        for (i = 0; i < n; i++) tkvi_##t##_put(s, x + (size_t)i * stride, i, dst);                           \
+        for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,        \
-                                  size_t stride) {                                                           \
-        int i, c;                                                                                            \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,          \
+                                  int first, int n, float *x, size_t stride) {                               \
+        int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
-            for (c = 0; c < s->dim; c++)                                                                     \
-                x[(size_t)i * stride + (size_t)c] =                                                          \
-                    tkvi_load_##t(src + ((first + i) * s->pad + c) * (size));                                \
+            tkvi_##t##_read(help, src + (first + i) * s->pad * (size), s->dim, x + (size_t)i * stride);      \
     }
 TKVI_EXACT_CODEC_(f32, 4)
 TKVI_EXACT_CODEC_(f16, 2)
@@ -2334,12 +2370,12 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
-static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    s->format->side[TKV_K].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
         for (i = 0; i < tiles; i++, position += 4) {
@@ -2367,12 +2403,12 @@ static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int firs
 /* >>V */
 static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, t, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
@@ -2390,6 +2426,18 @@ static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int firs
         }
     if (s->format->rotated)
         for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+/* >>both */
+static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
+    if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
+    else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
+}
+
+static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
+    help->tiles(s, help, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMAT_TILES_H */
@@ -2460,12 +2508,11 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-/* Group g of one channel of K, n tokens of the block being there: codes to code, scale and zero to dst. What
- * has no tokens keeps its zeros. */
+/* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
 static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                             tkvi_codes code, uint8_t *dst) {
+                             tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
-    uint8_t coded[TKVI_BLOCK], *scale = dst + s->code_bytes + 2 * (g * s->pad + position);
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
     n = tkvi_min(n - first, s->group);
     if (n < 1) return;
@@ -2474,34 +2521,32 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
     for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-static void tkvi_kivi_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    int position, g;
-    memset(dst, 0, s->bytes);
-    memset(code, 0, sizeof code);
-    for (position = 0; position < s->pad; position++)
-        for (g = 0; g < s->groups && tkvi_channel(s, position) < s->dim; g++)
-            tkvi_kivi_column(s, x, stride, n, g, position, code, dst);
-    tkvi_pack(s, help, code, dst);
+/* Group g of one token of V. */
+static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                          uint8_t *meta) {
+    int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
+    tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
+                    scale + 2 * s->groups * TKVI_BLOCK);
+    for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_kivi_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    uint8_t *scale = dst + s->code_bytes, *zero = scale + s->groups * TKVI_BLOCK * 2;
-    int g, t, c;
+static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
+                               uint8_t *meta) {
+    int i, g;
+    for (i = 0; i < s->pad && s->which == TKV_K; i++)
+        for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
+            tkvi_kivi_column(s, x, stride, n, g, i, code, meta);
+    for (i = 0; i < n && s->which == TKV_V; i++)
+        for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
+}
+
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                             int n, uint8_t *dst) {
+    TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    for (t = 0; t < n; t++)
-        for (g = 0; g < s->groups; g++) {
-            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
-            int m = 2 * (g * TKVI_BLOCK + t);
-            uint8_t coded[TKVI_BLOCK];
-            tkvi_kivi_group(x + (size_t)t * stride + (size_t)first, count, s->format->bits, s->fit, coded,
-                            scale + m, zero + m);
-            for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, t) = coded[c];
-        }
+    help->groups(s, x, stride, n, code, dst + s->code_bytes);
     tkvi_pack(s, help, code, dst);
 }
 
@@ -2626,7 +2671,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_k_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, help, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -2642,7 +2687,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
             for (c = from; c < end; c++) {
                 const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
                 float scale, zero;
-                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst);
+                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst + s->code_bytes);
                 scale = tkvi_f16_to_f32(tkvi_load16(meta));
                 zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * s->groups * s->pad));
                 for (t = first; t < first + count; t++) {
@@ -2707,10 +2752,11 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, c
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                 size_t stride) {
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
+    (void)help;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;
@@ -3450,8 +3496,8 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
         if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                  size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -3459,6 +3505,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int fi
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
+    (void)help;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -3470,12 +3517,13 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int fi
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                  size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
+    (void)help;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
         float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
@@ -3615,12 +3663,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                              size_t stride) {
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
+    (void)help;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;
@@ -3716,18 +3765,18 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_k_encode, tkvi_tiles_k_decode, tkvi_kivi_k_meta, NULL}, {             \
-            tkvi_kivi_v_layout, tkvi_kivi_v_encode, tkvi_tiles_v_decode, tkvi_kivi_v_meta, NULL              \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_k_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_v_decode, tkvi_r_meta, NULL }              \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_decode, tkvi_r_meta, NULL }                \
     }
 
 #define TKVI_TOKEN_(t)                                                                                       \
@@ -3737,7 +3786,7 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
         }                                                                                                    \
     }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_k_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_SUBSPACE_                                                                                       \
     {                                                                                                        \
         {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
@@ -3753,8 +3802,9 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     }
 
 static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar, tkvi_logs_scalar,    tkvi_zeros_scalar,  tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_weave_scalar,  tkvi_columns_scalar, tkvi_settle_scalar, tkvi_tokens_scalar};
+    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
+    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
+    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -3802,6 +3852,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_SQUAT_
 #undef TKVI_SUBSPACE_
 #undef TKVI_KVQUANT_
+
+/* The definition of what is stored. */
+static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                             size_t stride) {
+    tkvi_values(s, &tkvi_helpers_scalar, src, first, n, x, stride);
+}
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
@@ -4819,6 +4875,894 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_DECODE_X86_H */
+/* ======== turn_x86.h ======== */
+/*
+ * turn_x86.h - the rotation of rotate.h by vectors, in registers and with the scalar code's bits. Encoders turn
+ * (kernels_avx2.h, kernels_avx512.h), decoding turns back (values_x86.h). A lane is a channel; 16 channels and more.
+ * Calls kernels_x86.h.
+ */
+#ifndef TKVI_TURN_X86_H
+#define TKVI_TURN_X86_H
+
+
+#ifdef TKVI_X86
+
+/* Intrinsics of sums are plain sums to gcc: -ffast-math takes those of several stages apart. Not what this names. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_AS_IT_IS(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_AS_IT_IS(x) ((void)0)
+#endif
+
+/* >>AVX2 */
+TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
+    __m256 sum = _mm256_add_ps(*a, *b), less = _mm256_sub_ps(*a, *b);
+    TKVI_AS_IT_IS(sum);
+    TKVI_AS_IT_IS(less);
+    *a = sum;
+    *b = less;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m256 *a = v + i / h * h + i;
+        tkvi_butterfly_avx2(a, a + h);
+    }
+}
+
+/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+
+/* Cut to what formats hold, and the sign changed where `flip` has one. */
+TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
+    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
+    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
+}
+
+/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
+ * is the last of a window times `by`, returning its largest sizes. */
+TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
+                                      const int last) {
+    __m256 v[8], most = _mm256_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
+        v[i] = tkvi_within_avx2(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx2(v, 1, n);
+    if (n > 2) tkvi_stage_avx2(v, 2, n);
+    if (n > 4) tkvi_stage_avx2(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
+            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
+        }
+        _mm256_storeu_ps(y + 8 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
+    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
+                                                           float by, int end) {                              \
+        __m256 most = _mm256_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 8 * n)                                                                     \
+            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX2_(1, 1, 1)
+TKVI_CHUNK_AVX2_(2, 2, 1)
+TKVI_CHUNK_AVX2_(4, 4, 1)
+TKVI_CHUNK_AVX2_(8, 8, 1)
+TKVI_CHUNK_AVX2_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX2_
+
+/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
+TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
+    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
+    int i;
+    for (i = 0; i < h; i += 8) {
+        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
+        tkvi_butterfly_avx2(&a, &b);
+        a = _mm256_mul_ps(a, scale);
+        b = _mm256_mul_ps(b, scale);
+        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
+        _mm256_storeu_ps(x + i, a);
+        _mm256_storeu_ps(x + h + i, b);
+    }
+    return most;
+}
+
+/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
+                                                              int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n;
+    __m256 most = _mm256_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
+    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
+    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
+    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
+    default: break;
+    }
+    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
+    for (i = 0; i < n; i += 128)
+        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
+    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
+}
+
+/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
+static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    int c;
+    for (c = 0; c < n; c += 8) {
+        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
+        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
+        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
+    }
+}
+
+/* >>AVX-512 */
+#ifdef TKVI_AVX512
+/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
+    __m512 sum = _mm512_add_ps(*a, *b), less = _mm512_sub_ps(*a, *b);
+    TKVI_AS_IT_IS(sum);
+    TKVI_AS_IT_IS(less);
+    *a = sum;
+    *b = less;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) {
+        __m512 *a = v + i / h * h + i;
+        tkvi_butterfly_avx512(a, a + h);
+    }
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
+TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
+    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
+                                          const int last) {
+    __m512 v[8], most = _mm512_setzero_ps();
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = _mm512_loadu_ps(x + 16 * i);
+        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
+        v[i] = tkvi_within_avx512(v[i]);
+    }
+    if (n > 1) tkvi_stage_avx512(v, 1, n);
+    if (n > 2) tkvi_stage_avx512(v, 2, n);
+    if (n > 4) tkvi_stage_avx512(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
+            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
+        }
+        _mm512_storeu_ps(y + 16 * i, v[i]);
+    }
+    return most;
+}
+
+/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
+#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
+    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
+                                                               float by, int end) {                          \
+        __m512 most = _mm512_setzero_ps();                                                                   \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += 16 * n)                                                                    \
+            most =                                                                                           \
+                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
+        return most;                                                                                         \
+    }
+TKVI_CHUNK_AVX512_(1, 1, 1)
+TKVI_CHUNK_AVX512_(2, 2, 1)
+TKVI_CHUNK_AVX512_(4, 4, 1)
+TKVI_CHUNK_AVX512_(8, 8, 1)
+TKVI_CHUNK_AVX512_(8_first, 8, 0)
+#undef TKVI_CHUNK_AVX512_
+
+static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
+                                                                  int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    __m512 most = _mm512_setzero_ps();
+    int i;
+    switch (log2n) {
+    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
+    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
+    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
+    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
+    default: break;
+    }
+    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
+    for (i = 0; i < 128; i += 16) {
+        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
+        tkvi_butterfly_avx512(&a, &b);
+        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
+        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
+        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        _mm512_storeu_ps(y + i, a);
+        _mm512_storeu_ps(y + 128 + i, b);
+    }
+    return most;
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#endif /* TKVI_AVX512 */
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_TURN_X86_H */
+/* ======== values_x86.h ======== */
+/*
+ * values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of format_tiles.h.
+ *
+ * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
+ * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
+ * turned back as rotate.h does it.
+ *
+ *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
+ *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
+ *       into columns of 64 tokens, and columns of 16 channels are turned into rows
+ *
+ * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
+ * token 16 p + 4 k + j.
+ *
+ * Calls turn_x86.h and kernels_x86.h.
+ */
+#ifndef TKVI_VALUES_X86_H
+#define TKVI_VALUES_X86_H
+
+
+#ifdef TKVI_X86
+
+/* >>what is the same with any vectors */
+/* Codes of one tile: bits of one vector, above them bits of another (tile.h); 0 bits: of none. */
+typedef struct tkvi_tile_parts {
+    const uint8_t *low, *high;
+    int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
+    const int8_t *levels;             /* NULL: codes are levels */
+} tkvi_tile_parts;
+
+/* Room for the codes of a side, and what its values are made of. */
+typedef struct tkvi_rows {
+    const tkvi_side *s;
+    float *x;
+    size_t stride;
+    int first, n;
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];  /* [token][pad] */
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
+        zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
+} tkvi_rows;
+
+typedef struct tkvi_row_steps {
+    /* Four columns of K. */
+    void (*columns)(const tkvi_tile_parts *t, uint8_t *const *column);
+    /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
+    void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    void (*stand)(tkvi_rows *r);
+    void (*floats)(tkvi_rows *r);
+} tkvi_row_steps;
+
+static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
+                                     int width) {
+    tkvi_tile_parts t;
+    t.low = src + at->wide;
+    t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
+    t.high = width == 6 ? t.low + 128 : src + at->halves + at->half / 2 * 64;
+    t.high_bits = width == 6 ? 2 : tkvi_has_half[width];
+    t.high_at = width == 6 ? 0 : at->half % 2 * 4;
+    t.levels = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+    return t;
+}
+
+static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+    const tkvi_side *s = r->s;
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i++, position += 4) {
+            const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
+            v->columns(&t, column);
+            tkvi_next_tile(&at, width);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position),
+               s->levels ? s->levels[tkvi_level_table(s, 0, 0)] : 0, TKVI_BLOCK);
+    v->stand(r);
+}
+
+/* Metadata of K by channel instead of by position. */
+static void tkvi_rows_order(const tkvi_side *s, float *x) {
+    float plain[2 * TKV_MAX_HEAD_DIM];
+    int g, i;
+    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
+    for (g = 0; g < s->groups; g++)
+        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+}
+
+static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *src) {
+    const tkvi_side *s = r->s;
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->runs.n[width]; i++) {
+            const int from = i % 4 * 16;
+            if (from < r->first + r->n && from + 16 > r->first) {
+                const tkvi_tile_parts t = tkvi_parts_of(s, src, &at, width);
+                v->slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+            }
+            tkvi_next_tile(&at, width);
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_helpers *help,
+                           const uint8_t *src, int first, int n, float *x, size_t stride) {
+    tkvi_rows r;
+    r.s = s;
+    r.x = x;
+    r.stride = stride;
+    r.first = first;
+    r.n = n;
+    s->format->side[s->which].meta(s, src, help, r.scale, r.zero);
+    if (s->which == TKV_K) {
+        tkvi_rows_k(v, &r, src);
+        if (s->order) tkvi_rows_order(s, r.scale);
+        if (s->order) tkvi_rows_order(s, r.zero);
+    } else {
+        tkvi_rows_v(v, &r, src);
+    }
+    v->floats(&r);
+}
+
+/* >>AVX2 */
+TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
+    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            _mm256_set1_epi8((char)((1 << bits) - 1)));
+}
+
+/* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
+TKVI_FLAT_AVX2 __m256i tkvi_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
+    const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
+                                            1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const int at = p * t->low_bits;
+    __m256i x = _mm256_setzero_si256();
+    if (t->low_bits) x = tkvi_part_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
+    if (t->high_bits) {
+        const __m256i high = tkvi_part_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
+        x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
+    }
+    return _mm256_shuffle_epi8(x, sorted);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_table_avx2(const int8_t *levels, __m256i code) {
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+    int h, p;
+    for (h = 0; h < 2; h++) {
+        __m256i x[4], a, b, c, d;
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            x[p] = tkvi_plane_avx2(t, p, h);
+            if (t->levels) x[p] = tkvi_table_avx2(t->levels, x[p]);
+        }
+        a = _mm256_unpacklo_epi32(x[0], x[1]);
+        b = _mm256_unpacklo_epi32(x[2], x[3]);
+        c = _mm256_unpackhi_epi32(x[0], x[1]);
+        d = _mm256_unpackhi_epi32(x[2], x[3]);
+        _mm256_storeu_si256((__m256i *)(void *)(column[0] + 32 * h), _mm256_unpacklo_epi64(a, b));
+        _mm256_storeu_si256((__m256i *)(void *)(column[1] + 32 * h), _mm256_unpackhi_epi64(a, b));
+        _mm256_storeu_si256((__m256i *)(void *)(column[2] + 32 * h), _mm256_unpacklo_epi64(c, d));
+        _mm256_storeu_si256((__m256i *)(void *)(column[3] + 32 * h), _mm256_unpackhi_epi64(c, d));
+    }
+}
+
+/* Rows of 16 codes of tokens `token` and `token` + 2. */
+TKVI_FLAT_AVX2 void tkvi_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper, uint8_t *row,
+                                        int stride) {
+    __m256i x = lower ? tkvi_table_avx2(lower, code) : code;
+    _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
+    if (!upper) return;
+    x = tkvi_table_avx2(upper, code);
+    _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
+                                            int stride) {
+    const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    int p;
+    for (p = 0; p < 4; p++, row += 4 * stride) {
+        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_plane_avx2(t, p, 0), by_token);
+        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_plane_avx2(t, p, 1), by_token);
+        tkvi_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
+        tkvi_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+    }
+}
+
+/* Bytes of vectors at distance h are interleaved: 16 x 16 bytes are turned when that was done with 8, 4, 2, 1. */
+TKVI_FLAT_AVX2 void tkvi_weaving_avx2(__m256i *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        __m256i *a = x + i / h * h + i, low = _mm256_unpacklo_epi8(a[0], a[h]);
+        a[h] = _mm256_unpackhi_epi8(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_stand_rows_avx2(tkvi_rows *r) {
+    const int pad = r->s->pad;
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += 2) {
+            const uint8_t *from = r->column + c * TKVI_BLOCK + 16 * k;
+            uint8_t *to = r->level + 4 * k * pad + c;
+            __m256i x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++)
+                x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
+            tkvi_weaving_avx2(x, 8);
+            tkvi_weaving_avx2(x, 4);
+            tkvi_weaving_avx2(x, 2);
+            tkvi_weaving_avx2(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) {
+                uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
+                _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x[i]));
+                _mm_storeu_si128((__m128i *)(void *)(row + 4 * pad), _mm256_extracti128_si256(x[i], 1));
+            }
+        }
+}
+
+/* The first n (any number) of 8 lanes. */
+TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+TKVI_FLAT_AVX2 void tkvi_save_some_avx2(float *to, __m256 x, int n) {
+    if (n >= 8) _mm256_storeu_ps(to, x);
+    else _mm256_maskstore_ps(to, tkvi_lanes_avx2(n), x);
+}
+
+TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
+                                  float *to) {
+    const tkvi_side *s = r->s;
+    const uint8_t *level = r->level + t * s->pad;
+    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
+    const float *zero = r->zero + (scale - r->scale);
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const __m256 by = _mm256_set1_ps(*scale), plus = _mm256_set1_ps(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 8) {
+            const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
+            const __m256 x =
+                _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+            tkvi_save_some_avx2(to + c,
+                                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
+                                  : _mm256_fmadd_ps(x, by, plus),
+                                n - c);
+        }
+    }
+}
+
+TKVI_FLAT_AVX2 void tkvi_each_row_avx2(const tkvi_rows *r, const int k, const int with_sign) {
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int dim = r->s->dim, log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    float *to = r->x;
+    int t, c;
+    if (r->s->format->rotated) tkvi_flips_avx2(flip, r->s->pad);
+    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
+        if (!r->s->format->rotated) {
+            tkvi_row_avx2(r, t, k, with_sign, dim, to);
+            continue;
+        }
+        tkvi_row_avx2(r, t, k, with_sign, TKV_MAX_HEAD_DIM, y);
+        if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
+        (void)tkvi_window_avx2(y, NULL, y, log2n);
+        for (c = 0; c < dim; c += 8)
+            tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(flip + c)),
+                                dim - c);
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_floats_avx2(tkvi_rows *r) {
+    const int with_sign = r->s->levels != NULL;
+    if (r->s->which == TKV_V && with_sign) tkvi_each_row_avx2(r, 0, 1);
+    else if (r->s->which == TKV_V) tkvi_each_row_avx2(r, 0, 0);
+    else if (with_sign) tkvi_each_row_avx2(r, 1, 1);
+    else tkvi_each_row_avx2(r, 1, 0);
+}
+
+static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2, tkvi_slab_avx2,
+                                                   tkvi_stand_rows_avx2, tkvi_floats_avx2};
+
+static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
+    else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
+}
+
+/* >>AVX-512 */
+#ifdef TKVI_AVX512
+/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
+    const __m512i x = _mm512_loadu_si512((const void *)p);
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
+                            _mm512_set1_epi8((char)((1 << bits) - 1)));
+}
+
+/* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
+TKVI_FLAT_AVX512 __m512i tkvi_plane_avx512(const tkvi_tile_parts *t, int p) {
+    const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
+    const int at = p * t->low_bits;
+    __m512i x = _mm512_setzero_si512();
+    if (t->low_bits) x = tkvi_part_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
+    if (t->high_bits) {
+        const __m512i high = tkvi_part_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
+        x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
+    }
+    return _mm512_shuffle_epi8(x, sorted);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_table_avx512(const int8_t *levels, __m512i code) {
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
+}
+
+static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+    __m512i x[4], a, b, c, d;
+    int p;
+    TKVI_UNROLL
+    for (p = 0; p < 4; p++) {
+        x[p] = tkvi_plane_avx512(t, p);
+        if (t->levels) x[p] = tkvi_table_avx512(t->levels, x[p]);
+    }
+    a = _mm512_unpacklo_epi32(x[0], x[1]);
+    b = _mm512_unpacklo_epi32(x[2], x[3]);
+    c = _mm512_unpackhi_epi32(x[0], x[1]);
+    d = _mm512_unpackhi_epi32(x[2], x[3]);
+    _mm512_storeu_si512((void *)column[0], _mm512_unpacklo_epi64(a, b));
+    _mm512_storeu_si512((void *)column[1], _mm512_unpackhi_epi64(a, b));
+    _mm512_storeu_si512((void *)column[2], _mm512_unpacklo_epi64(c, d));
+    _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
+}
+
+/* The four quarters of a vector, `stride` bytes apart. */
+TKVI_FLAT_AVX512 void tkvi_save_quarters_avx512(uint8_t *to, int stride, __m512i x) {
+    _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
+    _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
+    _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
+}
+
+static TKVI_TARGET_AVX512 void tkvi_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row,
+                                                int stride) {
+    const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    int p;
+    for (p = 0; p < 4; p++, row += 4 * stride) {
+        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_plane_avx512(t, p));
+        tkvi_save_quarters_avx512(row, stride, t->levels ? tkvi_table_avx512(t->levels, x) : x);
+        if (upper) tkvi_save_quarters_avx512(row + 16, stride, tkvi_table_avx512(upper, x));
+    }
+}
+
+TKVI_FLAT_AVX512 void tkvi_weaving_avx512(__m512i *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        __m512i *a = x + i / h * h + i, low = _mm512_unpacklo_epi8(a[0], a[h]);
+        a[h] = _mm512_unpackhi_epi8(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_stand_rows_avx512(tkvi_rows *r) {
+    const int pad = r->s->pad;
+    int c, i;
+    for (c = 0; c < pad; c += 16) {
+        const uint8_t *from = r->column + c * TKVI_BLOCK;
+        __m512i x[16];
+        TKVI_UNROLL
+        for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
+        tkvi_weaving_avx512(x, 8);
+        tkvi_weaving_avx512(x, 4);
+        tkvi_weaving_avx512(x, 2);
+        tkvi_weaving_avx512(x, 1);
+        TKVI_UNROLL
+        for (i = 0; i < 16; i++)
+            tkvi_save_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
+    }
+}
+
+TKVI_FLAT_AVX512 void tkvi_save_some_avx512(float *to, __m512 x, int n) {
+    if (n >= 16) _mm512_storeu_ps(to, x);
+    else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
+}
+
+TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, const int with_sign, int n,
+                                      float *to) {
+    const tkvi_side *s = r->s;
+    const uint8_t *level = r->level + t * s->pad;
+    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
+    const float *zero = r->zero + (scale - r->scale);
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const __m512 by = _mm512_set1_ps(*scale), plus = _mm512_set1_ps(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 16) {
+            const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
+            const __m512 x =
+                _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+            tkvi_save_some_avx512(
+                to + c,
+                k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
+                  : _mm512_fmadd_ps(x, by, plus),
+                n - c);
+        }
+    }
+}
+
+TKVI_FLAT_AVX512 void tkvi_each_row_avx512(const tkvi_rows *r, const int k, const int with_sign) {
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int dim = r->s->dim, log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    float *to = r->x;
+    int t, c;
+    if (r->s->format->rotated) tkvi_flips_avx2(flip, r->s->pad);
+    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
+        if (!r->s->format->rotated) {
+            tkvi_row_avx512(r, t, k, with_sign, dim, to);
+            continue;
+        }
+        tkvi_row_avx512(r, t, k, with_sign, TKV_MAX_HEAD_DIM, y);
+        if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
+        (void)tkvi_window_avx512(y, NULL, y, log2n);
+        for (c = 0; c < dim; c += 16)
+            tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(flip + c)),
+                                  dim - c);
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_floats_avx512(tkvi_rows *r) {
+    const int with_sign = r->s->levels != NULL;
+    if (r->s->which == TKV_V && with_sign) tkvi_each_row_avx512(r, 0, 1);
+    else if (r->s->which == TKV_V) tkvi_each_row_avx512(r, 0, 0);
+    else if (with_sign) tkvi_each_row_avx512(r, 1, 1);
+    else tkvi_each_row_avx512(r, 1, 0);
+}
+
+static const tkvi_row_steps tkvi_row_steps_avx512 = {tkvi_four_columns_avx512, tkvi_slab_avx512,
+                                                     tkvi_stand_rows_avx512, tkvi_floats_avx512};
+
+static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
+    else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#endif /* TKVI_AVX512 */
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_VALUES_X86_H */
+/* ======== groups_x86.h ======== */
+/*
+ * groups_x86.h - the groups of KIVI (format_kivi.h) by AVX2: codes, scales and zeros with the scalar code's bytes. K: a
+ * lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls values_x86.h.
+ */
+#ifndef TKVI_GROUPS_X86_H
+#define TKVI_GROUPS_X86_H
+
+
+#ifdef TKVI_X86
+
+/* -ffast-math divides vectors by a reciprocal, floats not: these bytes would not be those of tkv_encode. */
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
+#define TKVI_OTHER_GROUPS 1
+#else
+#define TKVI_OTHER_GROUPS 0
+#endif
+
+/* Cut to what halves hold. */
+TKVI_FLAT_AVX2 __m256 tkvi_group_cut_avx2(__m256 x) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    return _mm256_max_ps(_mm256_min_ps(x, most), least);
+}
+
+/* Eight values from p, the lanes there are. */
+TKVI_FLAT_AVX2 __m256 tkvi_group_values_avx2(const float *p, __m256i lanes) {
+    return tkvi_group_cut_avx2(_mm256_maskload_ps(p, lanes));
+}
+
+/* Codes as integers; 0 where the scale is. */
+TKVI_FLAT_AVX2 __m256i tkvi_group_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
+    const __m256 none = _mm256_setzero_ps();
+    __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
+    y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
+}
+
+/* Group g of eight columns of K, n tokens of the block being there. */
+TKVI_FLAT_AVX2 void tkvi_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
+                                      tkvi_codes code, uint8_t *meta) {
+    const __m256i lanes = tkvi_lanes_avx2(s->dim - c);
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
+    uint8_t *at = meta + 2 * (g * s->pad + c);
+    __m256 lo, hi, scale, zero;
+    __m128i half;
+    int t, k;
+    x += c;
+    lo = hi = tkvi_group_values_avx2(x + (size_t)from * stride, lanes);
+    for (t = from + 1; t < end; t++) {
+        const __m256 v = tkvi_group_values_avx2(x + (size_t)t * stride, lanes);
+        lo = _mm256_min_ps(v, lo);
+        hi = _mm256_max_ps(v, hi);
+    }
+    half = _mm256_cvtps_ph(_mm256_div_ps(_mm256_sub_ps(hi, lo), _mm256_set1_ps(top)), 0);
+    scale = _mm256_cvtph_ps(half);
+    _mm_storeu_si128((__m128i *)(void *)at, half);
+    half = _mm256_cvtps_ph(_mm256_add_ps(lo, _mm256_setzero_ps()), 0);
+    zero = _mm256_cvtph_ps(half);
+    _mm_storeu_si128((__m128i *)(void *)(at + 2 * s->groups * s->pad), half);
+    for (t = from; t < end; t += 4) {
+        __m256i v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            v[k] = _mm256_setzero_si256();
+            if (t + k < end)
+                v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(x + (size_t)(t + k) * stride, lanes),
+                                             scale, zero, top);
+        }
+        v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
+        _mm_storeu_si128((__m128i *)(void *)(code[c / 4 + 1] + 4 * t), _mm256_extracti128_si256(v[0], 1));
+    }
+}
+
+/* Half the lanes of four vectors against the other half, then the four lanes of each against each other. */
+#define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
+    do {                                                                                                     \
+        __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
+        __m128 b_ = op(_mm256_castps256_ps128((x)[1]), _mm256_extractf128_ps((x)[1], 1));                    \
+        __m128 c_ = op(_mm256_castps256_ps128((x)[2]), _mm256_extractf128_ps((x)[2], 1));                    \
+        __m128 d_ = op(_mm256_castps256_ps128((x)[3]), _mm256_extractf128_ps((x)[3], 1));                    \
+        _MM_TRANSPOSE4_PS(a_, b_, c_, d_);                                                                   \
+        out = op(op(a_, b_), op(c_, d_));                                                                    \
+    } while (0)
+
+/* Group g of tokens t .. t + 3; `row`: of each, that of a neighbour if it is not there. */
+TKVI_FLAT_AVX2 void tkvi_group_v_avx2(const tkvi_side *s, const float *const *row, int there, int g, int t,
+                                      tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
+    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(there), _mm_setr_epi32(0, 1, 2, 3));
+    uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
+    TKVI_ALIGNED float scales[4], zeros[4];
+    __m256 lo[4], hi[4];
+    __m128 least, most;
+    __m128i half;
+    int c, k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_group_cut_avx2(_mm256_broadcast_ss(row[k] + from));
+    for (c = from; c < end; c += 8) {
+        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            const __m256 v = tkvi_group_values_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
+            lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
+            hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
+        }
+    }
+    TKVI_ACROSS_FOUR_(_mm_min_ps, lo, least);
+    TKVI_ACROSS_FOUR_(_mm_max_ps, hi, most);
+    half = _mm_cvtps_ph(
+        _mm_and_ps(_mm_div_ps(_mm_sub_ps(most, least), _mm_set1_ps(top)), _mm_castsi128_ps(some)), 0);
+    _mm_store_ps(scales, _mm_cvtph_ps(half));
+    _mm_storel_epi64((__m128i *)(void *)at, half);
+    half = _mm_cvtps_ph(_mm_and_ps(_mm_add_ps(least, _mm_setzero_ps()), _mm_castsi128_ps(some)), 0);
+    _mm_store_ps(zeros, _mm_cvtph_ps(half));
+    _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
+    for (c = from; c < end; c += 8) {
+        const __m256i lanes = tkvi_lanes_avx2(end - c);
+        __m256i v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            v[k] = tkvi_group_codes_avx2(tkvi_group_values_avx2(row[k] + c, lanes), _mm256_set1_ps(scales[k]),
+                                         _mm256_set1_ps(zeros[k]), top);
+        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
+        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
+        v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
+        _mm256_storeu_si256((__m256i *)(void *)(code[c / 16 * 4 + t / 16] + t % 16 / 4 * 64 + c % 16 * 4),
+                            v[0]);
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
+                                              tkvi_codes code, uint8_t *meta) {
+    int g, c, t, k;
+    if (s->fit || s->order || TKVI_OTHER_GROUPS) {
+        tkvi_groups_scalar(s, x, stride, n, code, meta);
+        return;
+    }
+    for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
+        for (g = 0; g * s->group < n && g < s->groups; g++)
+            tkvi_group_k_avx2(s, x, stride, n, g, c, code, meta);
+    for (t = 0; t < n && s->which == TKV_V; t += 4) {
+        const float *row[4];
+        for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
+        for (g = 0; g < s->groups; g++) tkvi_group_v_avx2(s, row, n - t, g, t, code, meta);
+    }
+}
+
+#undef TKVI_ACROSS_FOUR_
+#undef TKVI_OTHER_GROUPS
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_GROUPS_X86_H */
 /* ======== kernels_avx2.h ======== */
 /*
  * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
@@ -4882,6 +5826,16 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
     for (i = 0; i + 8 <= n; i += 8)
         _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
+        _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
+    }
+    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
 }
 
 /* n is a multiple of 4 here: four lanes. */
@@ -5128,11 +6082,6 @@ TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* 
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* The first n (any number) of 8 lanes. */
-TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
 /* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
 TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
@@ -5229,125 +6178,7 @@ static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
     tkvi_stand_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel, turned in registers. */
-TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b);
-    *b = _mm256_sub_ps(*a, *b);
-    *a = sum;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m256 *a = v + i / h * h + i;
-        tkvi_butterfly_avx2(a, a + h);
-    }
-}
-
-/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
-TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
-    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
-}
-
-/* Cut to what formats hold, and the sign changed where `flip` has one. */
-TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
-    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
-}
-
-/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
- * is the last of a window times `by`, returning its largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                      const int last) {
-    __m256 v[8], most = _mm256_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
-        v[i] = tkvi_within_avx2(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx2(v, 1, n);
-    if (n > 2) tkvi_stage_avx2(v, 2, n);
-    if (n > 4) tkvi_stage_avx2(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
-            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
-        }
-        _mm256_storeu_ps(y + 8 * i, v[i]);
-    }
-    return most;
-}
-
-/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
-    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
-                                                           float by, int end) {                              \
-        __m256 most = _mm256_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
-        return most;                                                                                         \
-    }
-TKVI_CHUNK_AVX2_(1, 1, 1)
-TKVI_CHUNK_AVX2_(2, 2, 1)
-TKVI_CHUNK_AVX2_(4, 4, 1)
-TKVI_CHUNK_AVX2_(8, 8, 1)
-TKVI_CHUNK_AVX2_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX2_
-
-/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
-TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
-    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
-    int i;
-    for (i = 0; i < h; i += 8) {
-        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
-        tkvi_butterfly_avx2(&a, &b);
-        a = _mm256_mul_ps(a, scale);
-        b = _mm256_mul_ps(b, scale);
-        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
-        _mm256_storeu_ps(x + i, a);
-        _mm256_storeu_ps(x + h + i, b);
-    }
-    return most;
-}
-
-/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
-static TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n;
-    __m256 most = _mm256_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
-    default: break;
-    }
-    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
-    for (i = 0; i < n; i += 128)
-        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
-    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
-}
-
-/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
-static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    int c;
-    for (c = 0; c < n; c += 8) {
-        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
-        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
-        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
-    }
-}
-
+/* Tokens: a lane of 32 bits for a channel. */
 /* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
 TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                     float *y) {
@@ -5527,9 +6358,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2,    tkvi_logs_avx2,      tkvi_zeros_avx2,
-                                               tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,
-                                               tkvi_columns_avx2,   tkvi_settle_avx2,    tkvi_tokens_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -6466,105 +7298,6 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
 }
 
 /* Tokens: see kernels_avx2.h. */
-TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b);
-    *b = _mm512_sub_ps(*a, *b);
-    *a = sum;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m512 *a = v + i / h * h + i;
-        tkvi_butterfly_avx512(a, a + h);
-    }
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
-    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-
-/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
-TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
-    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
-    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                          const int last) {
-    __m512 v[8], most = _mm512_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm512_loadu_ps(x + 16 * i);
-        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
-        v[i] = tkvi_within_avx512(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx512(v, 1, n);
-    if (n > 2) tkvi_stage_avx512(v, 2, n);
-    if (n > 4) tkvi_stage_avx512(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
-            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
-        }
-        _mm512_storeu_ps(y + 16 * i, v[i]);
-    }
-    return most;
-}
-
-/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
-    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
-                                                               float by, int end) {                          \
-        __m512 most = _mm512_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 16 * n)                                                                    \
-            most =                                                                                           \
-                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
-        return most;                                                                                         \
-    }
-TKVI_CHUNK_AVX512_(1, 1, 1)
-TKVI_CHUNK_AVX512_(2, 2, 1)
-TKVI_CHUNK_AVX512_(4, 4, 1)
-TKVI_CHUNK_AVX512_(8, 8, 1)
-TKVI_CHUNK_AVX512_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX512_
-
-static TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    __m512 most = _mm512_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
-    default: break;
-    }
-    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
-    for (i = 0; i < 128; i += 16) {
-        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
-        tkvi_butterfly_avx512(&a, &b);
-        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
-        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
-        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-        _mm512_storeu_ps(y + i, a);
-        _mm512_storeu_ps(y + 128 + i, b);
-    }
-    return most;
-}
-
 TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                         float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
@@ -6731,8 +7464,9 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512, tkvi_logs_avx512,    tkvi_zeros_avx512, tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-    tkvi_weave_avx2,    tkvi_columns_avx512, tkvi_settle_avx2,  tkvi_tokens_avx512};
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -8153,9 +8887,10 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
     tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,       tkvi_logs_128,      tkvi_zeros_128,
-                                              tkvi_log_codes_scalar, tkvi_pack_tile,     tkvi_weave_scalar,
-                                              tkvi_columns_scalar,   tkvi_settle_scalar, tkvi_tokens_scalar};
+static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
+                                              tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
+                                              tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
+                                              tkvi_tokens_scalar, tkvi_groups_scalar,    tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -9210,6 +9945,13 @@ static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *
     }
 }
 
+/* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
+ * that takes everything. */
+static int tkvi_reached(const tkv_config *cfg, const tkvi_plan *p, int tier) {
+    if (tier != TKV_HOT && p->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_ARCHIVE || p->warm < cfg->max_tokens;
+}
+
 /* The plan of one layer; its codings become keys of the shape. */
 static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
     tkv_pair pair[TKV_TIER_COUNT], unused[TKV_TIER_COUNT];
@@ -9225,12 +9967,13 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
         }
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        few |= p->coding[tier] < 0;
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        if (!tkvi_reached(&h->cfg, p, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
         p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         p->squat |= tkvi_is_squat(pair[tier].k);
-        few |= p->coding[tier] < 0;
     }
     p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
     few |= p->sink_coding < 0;
@@ -10696,10 +11439,11 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
+    const tkvi_helpers *help = w->from->kv->kernels->helpers;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
-    if (w->side == TKV_K) tkvi_decode_side(&r->k, bytes, 0, n, x, (size_t)dim);
-    else tkvi_decode_side(&r->v, bytes + r->v_at, 0, n, x, (size_t)dim);
+    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
+    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
         tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
                          (int64_t)start + t, y);
@@ -11020,8 +11764,8 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     int t, c;
     (void)start;
-    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
-    tkvi_decode_side(&r->v, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->v, g->kv->kernels->helpers, bytes + r->v_at, 0, n, v, (size_t)cfg->v_head_dim);
     for (t = 0; t < n; t++) {
         float squares = 0.0f;
         for (c = 0; c < cfg->head_dim; c++) {
@@ -11048,7 +11792,7 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
-    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
     for (c = 0; c < cfg->head_dim; c++) {
         int64_t sum = 0, squares = 0;
         for (t = 0; t < n; t++) {
@@ -11068,7 +11812,7 @@ static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *by
     float *k = g->kv->recode;
     int t, c;
     (void)start;
-    tkvi_decode_side(&r->k, bytes, 0, n, k, (size_t)cfg->head_dim);
+    tkvi_values(&r->k, g->kv->kernels->helpers, bytes, 0, n, k, (size_t)cfg->head_dim);
     for (c = 0; c < cfg->head_dim; c++) {
         float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
         mean *= tkvi_power_of_two(g->down);
@@ -11345,16 +12089,6 @@ typedef struct tkvi_recoding {
     int layer, start, tokens;
 } tkvi_recoding;
 
-/* The n tokens of a side as tkvi_decode_side gives them; halves, which most blocks come from, by vectors. */
-static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
-    int t;
-    if (s->format->stored != TKVI_AS_F16) {
-        tkvi_decode_side(s, src, 0, n, x, (size_t)s->dim);
-        return;
-    }
-    for (t = 0; t < n; t++) help->halves(src + 2 * t * s->pad, s->dim, x + t * s->dim);
-}
-
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -11367,8 +12101,8 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
         tkvi_side to_k = b->k;
         to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
         to_k.start = r->start;
-        tkvi_values(&a->k, help, src + a->at, r->tokens, k);
-        tkvi_values(&a->v, help, src + a->at + a->v_at, r->tokens, v);
+        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
+        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
         tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
         tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
     }
@@ -11625,15 +12359,28 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
 }
 
+/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+static int tkvi_all_finite(const float *x, int n) {
+    uint32_t bits[16], some[16] = {0}, any = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) any |= some[k];
+    return !(any >> 31);
+}
+
 static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
-    int t, h, c, bad = 0;
+    int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            for (c = 0; c < s->dim; c++) bad |= !tkvi_is_finite(row[c]);
+            finite &= tkvi_all_finite(row, s->dim);
         }
-    return !bad;
+    return finite;
 }
 
 static float tkvi_saturate(float x) {
@@ -11642,13 +12389,13 @@ static float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
-                           int saturate, uint8_t *dst) {
+static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+                           int head, int at, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, row, at, dst);
+    side->format->side[side->which].put(side, help, row, at, dst);
 }
 
 /* The last block if it has room, its own copy if others hold it too, or a new one. */
@@ -11689,8 +12436,9 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         int at = list->len - b->start;
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, v, first + t, h, at, saturate, bytes + r->at + r->v_at);
+            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+                           bytes + r->at + r->v_at);
         }
         list->len++;
     }
@@ -12055,12 +12803,14 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
+    const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
     int i, h;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
+    help = kv->kernels->helpers;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
@@ -12074,11 +12824,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             if (k)
-                tkvi_decode_side(&r->k, bytes + r->at, from - b->start, to - from, k + (row + (size_t)h) * dk,
-                                 heads * dk);
+                tkvi_values(&r->k, help, bytes + r->at, from - b->start, to - from,
+                            k + (row + (size_t)h) * dk, heads * dk);
             if (v)
-                tkvi_decode_side(&r->v, bytes + r->at + r->v_at, from - b->start, to - from,
-                                 v + (row + (size_t)h) * dv, heads * dv);
+                tkvi_values(&r->v, help, bytes + r->at + r->v_at, from - b->start, to - from,
+                            v + (row + (size_t)h) * dv, heads * dv);
         }
     }
     return TKV_OK;

@@ -29,10 +29,16 @@ struct tkvi_side;
 struct tkvi_columns;
 struct tkvi_rope;
 struct tkvi_kvquant;
+struct tkvi_helpers;
+
+/* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helpers *help, const uint8_t *src,
+                             int first, int n, float *x, size_t stride);
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
 typedef struct tkvi_helpers {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
+    void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
@@ -46,6 +52,10 @@ typedef struct tkvi_helpers {
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
+    /* Codes and metadata of KIVI (format_kivi.h). */
+    void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
+                   uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
+    tkvi_decoder tiles; /* a side of tiles (format_tiles.h) */
 } tkvi_helpers;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -78,6 +88,11 @@ static void tkvi_halves_scalar(const uint8_t *src, int n, float *dst) {
     for (i = 0; i < n; i++) dst[i] = tkvi_f16_to_f32(tkvi_load16(src + 2 * i));
 }
 
+static void tkvi_to_halves_scalar(const float *x, int n, uint8_t *dst) {
+    int i;
+    for (i = 0; i < n; i++) tkvi_store16(dst + 2 * i, tkvi_f32_to_f16(x[i]));
+}
+
 static void tkvi_logs_scalar(const uint8_t *src, int n, int top, float *dst) {
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_log_value(src[i], top);
@@ -105,10 +120,6 @@ static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const f
     }
 }
 
-/* All that decoding asks for; format_table.h has the whole definition. */
-static const tkvi_helpers tkvi_helpers_decode = {
-    tkvi_halves_scalar, tkvi_logs_scalar, tkvi_zeros_scalar, NULL, NULL, NULL, NULL, NULL, NULL};
-
 /* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
 typedef struct tkvi_codec {
     /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
@@ -116,8 +127,7 @@ typedef struct tkvi_codec {
     /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
     void (*encode)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
-    /* Tokens first .. first+n-1. Same bits on every machine: at most one rounding per value. */
-    void (*decode)(const struct tkvi_side *s, const uint8_t *src, int first, int n, float *x, size_t stride);
+    tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
@@ -125,7 +135,7 @@ typedef struct tkvi_codec {
     void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */
@@ -263,9 +273,10 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
-static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                             size_t stride) {
-    s->format->side[s->which].decode(s, src, first, n, x, stride);
+/* What tkvi_decode_side in format_table.h gives, by `help`. */
+static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first, int n,
+                        float *x, size_t stride) {
+    s->format->side[s->which].decode(s, help, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMAT_H */

@@ -66,12 +66,11 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(s->groups * TKVI_BLOCK * 4);
 }
 
-/* Group g of one channel of K, n tokens of the block being there: codes to code, scale and zero to dst. What
- * has no tokens keeps its zeros. */
+/* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
 static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                             tkvi_codes code, uint8_t *dst) {
+                             tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
-    uint8_t coded[TKVI_BLOCK], *scale = dst + s->code_bytes + 2 * (g * s->pad + position);
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
     n = tkvi_min(n - first, s->group);
     if (n < 1) return;
@@ -80,34 +79,32 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
     for (t = 0; t < n; t++) *tkvi_k_code(code, position, first + t) = coded[t];
 }
 
-static void tkvi_kivi_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    int position, g;
-    memset(dst, 0, s->bytes);
-    memset(code, 0, sizeof code);
-    for (position = 0; position < s->pad; position++)
-        for (g = 0; g < s->groups && tkvi_channel(s, position) < s->dim; g++)
-            tkvi_kivi_column(s, x, stride, n, g, position, code, dst);
-    tkvi_pack(s, help, code, dst);
+/* Group g of one token of V. */
+static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                          uint8_t *meta) {
+    int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
+    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
+    tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
+                    scale + 2 * s->groups * TKVI_BLOCK);
+    for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
 }
 
-static void tkvi_kivi_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                               int n, uint8_t *dst) {
-    tkvi_codes code;
-    uint8_t *scale = dst + s->code_bytes, *zero = scale + s->groups * TKVI_BLOCK * 2;
-    int g, t, c;
+static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
+                               uint8_t *meta) {
+    int i, g;
+    for (i = 0; i < s->pad && s->which == TKV_K; i++)
+        for (g = 0; g < s->groups && tkvi_channel(s, i) < s->dim; g++)
+            tkvi_kivi_column(s, x, stride, n, g, i, code, meta);
+    for (i = 0; i < n && s->which == TKV_V; i++)
+        for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
+}
+
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                             int n, uint8_t *dst) {
+    TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
     memset(code, 0, sizeof code);
-    for (t = 0; t < n; t++)
-        for (g = 0; g < s->groups; g++) {
-            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
-            int m = 2 * (g * TKVI_BLOCK + t);
-            uint8_t coded[TKVI_BLOCK];
-            tkvi_kivi_group(x + (size_t)t * stride + (size_t)first, count, s->format->bits, s->fit, coded,
-                            scale + m, zero + m);
-            for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, t) = coded[c];
-        }
+    help->groups(s, x, stride, n, code, dst + s->code_bytes);
     tkvi_pack(s, help, code, dst);
 }
 

@@ -284,8 +284,8 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
         if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                  size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -293,6 +293,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int fi
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
+    (void)help;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -304,12 +305,13 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const uint8_t *src, int fi
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                  size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
+    (void)help;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
         float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);

@@ -103,7 +103,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
     int g, c, t, from;
     if (!s->feedback) {
-        tkvi_kivi_k_encode(s, help, x, stride, n, dst);
+        tkvi_kivi_encode(s, help, x, stride, n, dst);
         return;
     }
     memset(dst, 0, s->bytes);
@@ -119,7 +119,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
             for (c = from; c < end; c++) {
                 const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
                 float scale, zero;
-                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst);
+                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst + s->code_bytes);
                 scale = tkvi_f16_to_f32(tkvi_load16(meta));
                 zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * s->groups * s->pad));
                 for (t = first; t < first + count; t++) {

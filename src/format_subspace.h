@@ -48,10 +48,11 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, c
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                 size_t stride) {
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
+    (void)help;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;

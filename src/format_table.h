@@ -23,18 +23,18 @@
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_k_encode, tkvi_tiles_k_decode, tkvi_kivi_k_meta, NULL}, {             \
-            tkvi_kivi_v_layout, tkvi_kivi_v_encode, tkvi_tiles_v_decode, tkvi_kivi_v_meta, NULL              \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, {                 \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_tiles_decode, tkvi_kivi_v_meta, NULL                  \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_k_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_tiles_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_v_decode, tkvi_r_meta, NULL }              \
+        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_tiles_decode, tkvi_r_meta, NULL }                \
     }
 
 #define TKVI_TOKEN_(t)                                                                                       \
@@ -44,7 +44,7 @@
         }                                                                                                    \
     }
 #define TKVI_SQUAT_                                                                                          \
-    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_k_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_kivi_k_layout, tkvi_squat_encode, tkvi_tiles_decode, tkvi_kivi_k_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_SUBSPACE_                                                                                       \
     {                                                                                                        \
         {tkvi_subspace_layout, tkvi_subspace_encode, tkvi_subspace_decode, NULL, NULL}, {                    \
@@ -60,8 +60,9 @@
     }
 
 static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar, tkvi_logs_scalar,    tkvi_zeros_scalar,  tkvi_log_codes_scalar, tkvi_pack_tile,
-    tkvi_weave_scalar,  tkvi_columns_scalar, tkvi_settle_scalar, tkvi_tokens_scalar};
+    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
+    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
+    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -109,6 +110,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_SQUAT_
 #undef TKVI_SUBSPACE_
 #undef TKVI_KVQUANT_
+
+/* The definition of what is stored. */
+static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
+                             size_t stride) {
+    tkvi_values(s, &tkvi_helpers_scalar, src, first, n, x, stride);
+}
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 

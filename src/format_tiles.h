@@ -36,12 +36,12 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
-static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, r, t, position = 0;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    s->format->side[TKV_K].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         int tiles = width ? s->runs.n[width] : (s->pad - position) / 4; /* the rest has no codes */
         for (i = 0; i < tiles; i++, position += 4) {
@@ -69,12 +69,12 @@ static void tkvi_tiles_k_decode(const tkvi_side *s, const uint8_t *src, int firs
 /* >>V */
 static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                                size_t stride) {
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, t, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_decode, scale, zero);
+    s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
@@ -92,6 +92,18 @@ static void tkvi_tiles_v_decode(const tkvi_side *s, const uint8_t *src, int firs
         }
     if (s->format->rotated)
         for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+/* >>both */
+static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
+    if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
+    else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
+}
+
+static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
+    help->tiles(s, help, src, first, n, x, stride);
 }
 
 #endif /* TKVI_FORMAT_TILES_H */

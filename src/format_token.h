@@ -129,12 +129,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
-                              size_t stride) {
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
+    (void)help;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;

@@ -72,9 +72,10 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
     tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,       tkvi_logs_128,      tkvi_zeros_128,
-                                              tkvi_log_codes_scalar, tkvi_pack_tile,     tkvi_weave_scalar,
-                                              tkvi_columns_scalar,   tkvi_settle_scalar, tkvi_tokens_scalar};
+static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
+                                              tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
+                                              tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
+                                              tkvi_tokens_scalar, tkvi_groups_scalar,    tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);

@@ -6,6 +6,7 @@
 #define TKVI_KERNELS_AVX2_H
 
 #include "decode_x86.h"
+#include "groups_x86.h"
 
 #ifdef TKVI_X86
 
@@ -61,6 +62,16 @@ static TKVI_TARGET_AVX2 void tkvi_halves_avx2(const uint8_t *src, int n, float *
     for (i = 0; i + 8 <= n; i += 8)
         _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_bytes16_avx2(src + 2 * i)));
     tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+}
+
+static TKVI_TARGET_AVX2 void tkvi_to_halves_avx2(const float *x, int n, uint8_t *dst) {
+    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
+        _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
+    }
+    tkvi_to_halves_scalar(x + i, n - i, dst + 2 * i);
 }
 
 /* n is a multiple of 4 here: four lanes. */
@@ -307,11 +318,6 @@ TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* 
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
 }
 
-/* The first n (any number) of 8 lanes. */
-TKVI_FLAT_AVX2 __m256i tkvi_lanes_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
 /* Range and integers of columns l .. l + 7; 0 if values would have to be cut to +-1e30. */
 TKVI_FLAT_AVX2 int tkvi_integers_avx2(tkvi_columns *c, int l) {
     const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
@@ -408,125 +414,7 @@ static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
     tkvi_stand_avx2(c->code, four);
 }
 
-/* Tokens: a lane of 32 bits for a channel, turned in registers. */
-TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b);
-    *b = _mm256_sub_ps(*a, *b);
-    *a = sum;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m256 *a = v + i / h * h + i;
-        tkvi_butterfly_avx2(a, a + h);
-    }
-}
-
-/* Butterflies of 8 neighbours: the partner of each, plus or minus itself. The products are exact. */
-TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
-    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
-}
-
-/* Cut to what formats hold, and the sign changed where `flip` has one. */
-TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
-    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
-}
-
-/* 8 n neighbours, n up to 8, in registers, from x to y: flipped unless `flip` is NULL, then butterflies; what
- * is the last of a window times `by`, returning its largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_chunk_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                      const int last) {
-    __m256 v[8], most = _mm256_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
-        v[i] = tkvi_within_avx2(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx2(v, 1, n);
-    if (n > 2) tkvi_stage_avx2(v, 2, n);
-    if (n > 4) tkvi_stage_avx2(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
-            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
-        }
-        _mm256_storeu_ps(y + 8 * i, v[i]);
-    }
-    return most;
-}
-
-/* Chunks of 8 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX2_(name, n, last)                                                                      \
-    static TKVI_TARGET_AVX2 __m256 tkvi_chunk##name##_avx2(const float *x, const float *flip, float *y,      \
-                                                           float by, int end) {                              \
-        __m256 most = _mm256_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 8 * n)                                                                     \
-            most = _mm256_max_ps(most, tkvi_chunk_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
-        return most;                                                                                         \
-    }
-TKVI_CHUNK_AVX2_(1, 1, 1)
-TKVI_CHUNK_AVX2_(2, 2, 1)
-TKVI_CHUNK_AVX2_(4, 4, 1)
-TKVI_CHUNK_AVX2_(8, 8, 1)
-TKVI_CHUNK_AVX2_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX2_
-
-/* Butterflies at distance h over 2h values, a multiple of 8; times `by`. */
-TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
-    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
-    int i;
-    for (i = 0; i < h; i += 8) {
-        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
-        tkvi_butterfly_avx2(&a, &b);
-        a = _mm256_mul_ps(a, scale);
-        b = _mm256_mul_ps(b, scale);
-        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
-        _mm256_storeu_ps(x + i, a);
-        _mm256_storeu_ps(x + h + i, b);
-    }
-    return most;
-}
-
-/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
-static TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n;
-    __m256 most = _mm256_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 3: return tkvi_chunk1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_chunk2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_chunk4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_chunk8_avx2(x, flip, y, by, 64);
-    default: break;
-    }
-    tkvi_chunk8_first_avx2(x, flip, y, 1.0f, n);
-    for (i = 0; i < n; i += 128)
-        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
-    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
-}
-
-/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
-static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    int c;
-    for (c = 0; c < n; c += 8) {
-        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
-        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
-        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
-    }
-}
-
+/* Tokens: a lane of 32 bits for a channel. */
 /* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
 TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                     float *y) {
@@ -706,9 +594,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2,    tkvi_logs_avx2,      tkvi_zeros_avx2,
-                                               tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,
-                                               tkvi_columns_avx2,   tkvi_settle_avx2,    tkvi_tokens_avx2};
+static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
+                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
+                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
+                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);

@@ -194,105 +194,6 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
 }
 
 /* Tokens: see kernels_avx2.h. */
-TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b);
-    *b = _mm512_sub_ps(*a, *b);
-    *a = sum;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m512 *a = v + i / h * h + i;
-        tkvi_butterfly_avx512(a, a + h);
-    }
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
-    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-
-/* Butterflies of 16 neighbours: the partner of each, plus or minus itself. */
-TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
-    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
-    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_chunk_avx512(const float *x, const float *flip, float *y, float by, const int n,
-                                          const int last) {
-    __m512 v[8], most = _mm512_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm512_loadu_ps(x + 16 * i);
-        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
-        v[i] = tkvi_within_avx512(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx512(v, 1, n);
-    if (n > 2) tkvi_stage_avx512(v, 2, n);
-    if (n > 4) tkvi_stage_avx512(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
-            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
-        }
-        _mm512_storeu_ps(y + 16 * i, v[i]);
-    }
-    return most;
-}
-
-/* Chunks of 16 n, end values in all. Functions of their own: clang unrolls those. */
-#define TKVI_CHUNK_AVX512_(name, n, last)                                                                    \
-    static TKVI_TARGET_AVX512 __m512 tkvi_chunk##name##_avx512(const float *x, const float *flip, float *y,  \
-                                                               float by, int end) {                          \
-        __m512 most = _mm512_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 16 * n)                                                                    \
-            most =                                                                                           \
-                _mm512_max_ps(most, tkvi_chunk_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
-        return most;                                                                                         \
-    }
-TKVI_CHUNK_AVX512_(1, 1, 1)
-TKVI_CHUNK_AVX512_(2, 2, 1)
-TKVI_CHUNK_AVX512_(4, 4, 1)
-TKVI_CHUNK_AVX512_(8, 8, 1)
-TKVI_CHUNK_AVX512_(8_first, 8, 0)
-#undef TKVI_CHUNK_AVX512_
-
-static TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    __m512 most = _mm512_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 4: return tkvi_chunk1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_chunk2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_chunk4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_chunk8_avx512(x, flip, y, by, 128);
-    default: break;
-    }
-    tkvi_chunk8_first_avx512(x, flip, y, 1.0f, 256);
-    for (i = 0; i < 128; i += 16) {
-        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
-        tkvi_butterfly_avx512(&a, &b);
-        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
-        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
-        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-        _mm512_storeu_ps(y + i, a);
-        _mm512_storeu_ps(y + 128 + i, b);
-    }
-    return most;
-}
-
 TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                         float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
@@ -459,8 +360,9 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
 }
 
 static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512, tkvi_logs_avx512,    tkvi_zeros_avx512, tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-    tkvi_weave_avx2,    tkvi_columns_avx512, tkvi_settle_avx2,  tkvi_tokens_avx512};
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));

@@ -38,10 +38,11 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
+    const tkvi_helpers *help = w->from->kv->kernels->helpers;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
-    if (w->side == TKV_K) tkvi_decode_side(&r->k, bytes, 0, n, x, (size_t)dim);
-    else tkvi_decode_side(&r->v, bytes + r->v_at, 0, n, x, (size_t)dim);
+    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
+    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
         tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
                          (int64_t)start + t, y);

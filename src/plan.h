@@ -375,6 +375,13 @@ static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *
     }
 }
 
+/* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
+ * that takes everything. */
+static int tkvi_reached(const tkv_config *cfg, const tkvi_plan *p, int tier) {
+    if (tier != TKV_HOT && p->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_ARCHIVE || p->warm < cfg->max_tokens;
+}
+
 /* The plan of one layer; its codings become keys of the shape. */
 static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
     tkv_pair pair[TKV_TIER_COUNT], unused[TKV_TIER_COUNT];
@@ -390,12 +397,13 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
         }
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        few |= p->coding[tier] < 0;
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        if (!tkvi_reached(&h->cfg, p, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
         p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         p->squat |= tkvi_is_squat(pair[tier].k);
-        few |= p->coding[tier] < 0;
     }
     p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
     few |= p->sink_coding < 0;

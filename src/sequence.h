@@ -26,16 +26,6 @@ typedef struct tkvi_recoding {
     int layer, start, tokens;
 } tkvi_recoding;
 
-/* The n tokens of a side as tkvi_decode_side gives them; halves, which most blocks come from, by vectors. */
-static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
-    int t;
-    if (s->format->stored != TKVI_AS_F16) {
-        tkvi_decode_side(s, src, 0, n, x, (size_t)s->dim);
-        return;
-    }
-    for (t = 0; t < n; t++) help->halves(src + 2 * t * s->pad, s->dim, x + t * s->dim);
-}
-
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -48,8 +38,8 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
         tkvi_side to_k = b->k;
         to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
         to_k.start = r->start;
-        tkvi_values(&a->k, help, src + a->at, r->tokens, k);
-        tkvi_values(&a->v, help, src + a->at + a->v_at, r->tokens, v);
+        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
+        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
         tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
         tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
     }
@@ -306,15 +296,28 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
 }
 
+/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+static int tkvi_all_finite(const float *x, int n) {
+    uint32_t bits[16], some[16] = {0}, any = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) any |= some[k];
+    return !(any >> 31);
+}
+
 static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
-    int t, h, c, bad = 0;
+    int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            for (c = 0; c < s->dim; c++) bad |= !tkvi_is_finite(row[c]);
+            finite &= tkvi_all_finite(row, s->dim);
         }
-    return !bad;
+    return finite;
 }
 
 static float tkvi_saturate(float x) {
@@ -323,13 +326,13 @@ static float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_source *s, int token, int head, int at,
-                           int saturate, uint8_t *dst) {
+static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+                           int head, int at, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, row, at, dst);
+    side->format->side[side->which].put(side, help, row, at, dst);
 }
 
 /* The last block if it has room, its own copy if others hold it too, or a new one. */
@@ -370,8 +373,9 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         int at = list->len - b->start;
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, v, first + t, h, at, saturate, bytes + r->at + r->v_at);
+            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+                           bytes + r->at + r->v_at);
         }
         list->len++;
     }
@@ -736,12 +740,14 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
+    const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
     int i, h;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
+    help = kv->kernels->helpers;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
@@ -755,11 +761,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             if (k)
-                tkvi_decode_side(&r->k, bytes + r->at, from - b->start, to - from, k + (row + (size_t)h) * dk,
-                                 heads * dk);
+                tkvi_values(&r->k, help, bytes + r->at, from - b->start, to - from,
+                            k + (row + (size_t)h) * dk, heads * dk);
             if (v)
-                tkvi_decode_side(&r->v, bytes + r->at + r->v_at, from - b->start, to - from,
-                                 v + (row + (size_t)h) * dv, heads * dv);
+                tkvi_values(&r->v, help, bytes + r->at + r->v_at, from - b->start, to - from,
+                            v + (row + (size_t)h) * dv, heads * dv);
         }
     }
     return TKV_OK;

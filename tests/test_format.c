@@ -1001,9 +1001,9 @@ static tkvi_format own_format(void) {
     f.name = "own";
     f.bits = 2;
     f.stored = TKVI_AS_TILES;
-    f.side[TKV_K].decode = tkvi_tiles_k_decode;
+    f.side[TKV_K].decode = tkvi_tiles_decode;
     f.side[TKV_K].meta = own_meta;
-    f.side[TKV_V].decode = tkvi_tiles_v_decode;
+    f.side[TKV_V].decode = tkvi_tiles_decode;
     f.side[TKV_V].meta = own_meta;
     return f;
 }

@@ -531,6 +531,39 @@ TEST(halves) {
     }
 }
 
+/* Finite floats to halves: every half, what lies halfway to the next one and just beside that, the largest. */
+TEST(to_halves) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = isa_list(list), i, h, n;
+    static float x[4 * 0x7c01];
+    static uint8_t got[8 * 0x7c01];
+    for (h = 0; h <= 0x7c00; h++) {
+        uint32_t here = tkvi_bits(tkvi_f16_to_f32((uint16_t)tkvi_min(h, 0x7bff)));
+        float next = h < 0x7bff ? tkvi_f16_to_f32((uint16_t)(h + 1)) : 65536.0f;
+        float half = (tkvi_from_bits(here) + next) * 0.5f;
+        x[4 * h] = h < 0x7c00 ? tkvi_from_bits(here) : FLT_MAX;
+        x[4 * h + 1] = -half;
+        x[4 * h + 2] = tkvi_from_bits(tkvi_bits(half) - 1);
+        x[4 * h + 3] = tkvi_from_bits((tkvi_bits(half) + 1) | (uint32_t)(h & 1) << 31);
+    }
+    for (i = 0; i < count; i++) {
+        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        int wrong = 0;
+        help->to_halves(x, 4 * 0x7c01, got);
+        for (h = 0; h < 4 * 0x7c01; h++) wrong += tkvi_load16(got + 2 * h) != tkvi_f32_to_f16(x[h]);
+        CHECK_EQ(wrong, 0);
+        for (n = 0; n < 70; n++) { /* any length, nothing beyond */
+            fence fs, fd;
+            float *s = (float *)fence_get(&fs, (size_t)n * sizeof(float), 0);
+            uint8_t *d = (uint8_t *)fence_get(&fd, (size_t)(2 * n), 0);
+            memcpy(s, x + 4 * 0x3c00, (size_t)n * sizeof(float));
+            help->to_halves(s, n, d);
+            CHECK_MEM(d, got + 8 * 0x3c00, (size_t)(2 * n));
+            CHECK(fence_put(&fs) & fence_put(&fd));
+        }
+    }
+}
+
 /* The windows of all scales, any length, nothing beyond. */
 TEST(logarithmic_scales) {
     tkv_isa list[TKV_ISA_COUNT];
@@ -704,6 +737,79 @@ TEST(exact) {
                 intact = fence_put(&fs) & fence_put(&fq);
                 CHECK(intact & fence_put(&fr) & fence_put(&fo));
             }
+        }
+    }
+}
+
+/* Any side of tiles as floats, any of its tokens, with the scalar code's bits; nothing beyond. */
+typedef struct decode_case {
+    int dim, kind, width, first, n, stride;
+} decode_case;
+
+/* Kinds: sides made by hand, their values rotated or not; A or R; any exact format. */
+static void decode_side_of(tkv_rng *rng, const decode_case *c, tkv_side which, made_side *m,
+                           tkvi_format *rotated) {
+    if (c->kind == 2) {
+        static const int half_bits[5] = {2, 3, 4, 6, 8};
+        make_shared(rng, m, which, c->dim, which == TKV_V ? half_bits[tkv_rng_below(rng, 5)] : 0, 3.0);
+    } else if (c->kind == 3) {
+        static const tkv_format exact[3] = {TKV_F32, TKV_F16, TKV_BF16};
+        memset(m, 0, sizeof *m);
+        tkvi_side_init(&m->s, &tkvi_formats[exact[c->width % 3]], which, c->dim, 64, c->first + c->n, NULL);
+    } else {
+        const int levels = (c->width == 0 || c->width <= 4) && tkv_rng_below(rng, 3) == 0;
+        make_side(rng, m, which, c->dim, tkv_rng_below(rng, 2) ? 64 : 32, c->width, tkv_rng_below(rng, 2),
+                  levels);
+        *rotated = *m->s.format;
+        rotated->side[TKV_K].decode = rotated->side[TKV_V].decode = tkvi_tiles_decode;
+        rotated->rotated = c->kind;
+        m->s.format = rotated;
+    }
+}
+
+static int decodes_alike(const tkvi_helpers *help, const decode_case *c, tkv_side which, uint64_t seed) {
+    static float want[TKVI_BLOCK * (TKV_MAX_HEAD_DIM + 9)];
+    tkv_rng rng = tkv_rng_seed(seed);
+    tkvi_format rotated;
+    made_side m;
+    fence fs, fx;
+    uint8_t *src;
+    float *x;
+    size_t size = (size_t)((c->n - 1) * c->stride + c->dim), i;
+    int same;
+    decode_side_of(&rng, c, which, &m, &rotated);
+    src = (uint8_t *)fence_get(&fs, m.s.bytes, (int)(seed % 2));
+    x = (float *)fence_get(&fx, size * sizeof(float), (int)(seed / 2 % 2));
+    for (i = 0; i < size; i++) want[i] = x[i] = -77.0f;
+    if (c->kind < 3) fill_side(&rng, &m.s, src, TKVI_BLOCK, seed % 3 ? 1.0 : 30.0, seed % 5 ? 3.0 : 600.0);
+    for (i = 0; c->kind == 3 && i < m.s.bytes; i++)
+        src[i] = (uint8_t)tkv_rng_below(&rng, 120); /* all finite */
+    tkvi_values(&m.s, help, src, c->first, c->n, x, (size_t)c->stride);
+    tkvi_decode_side(&m.s, src, c->first, c->n, want, (size_t)c->stride);
+    same = memcmp(x, want, size * sizeof(float)) == 0;
+    return same & fence_put(&fs) & fence_put(&fx);
+}
+
+TEST(values_of_tokens) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = isa_list(list), i, k;
+    for (i = 0; i < count; i++) {
+        const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
+        tkv_rng rng = tkv_rng_seed(23);
+        for (k = 0; k < rounds(4000); k++) {
+            static const int dims[8] = {64, 128, 80, 96, 112, 192, 256, 16};
+            const tkv_side which = k % 2 ? TKV_V : TKV_K;
+            decode_case c;
+            c.dim = k % 3 ? dims[tkv_rng_below(&rng, 8)] : 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
+            c.kind = tkv_rng_below(&rng, 4);
+            c.width = tkv_rng_below(&rng, 3) ? widths[tkv_rng_below(&rng, 7)] : 0;
+            c.first = tkv_rng_below(&rng, 3) ? 0 : tkv_rng_below(&rng, TKVI_BLOCK);
+            c.n =
+                tkv_rng_below(&rng, 3) ? TKVI_BLOCK - c.first : 1 + tkv_rng_below(&rng, TKVI_BLOCK - c.first);
+            c.stride = c.dim + (tkv_rng_below(&rng, 2) ? tkv_rng_below(&rng, 9) : 0);
+            CHECK_MSG(decodes_alike(kernels->helpers, &c, which, (uint64_t)k),
+                      "%s %s: dim %d kind %d width %d first %d n %d stride %d", kernels->name,
+                      which == TKV_K ? "K" : "V", c.dim, c.kind, c.width, c.first, c.n, c.stride);
         }
     }
 }
@@ -924,7 +1030,8 @@ TEST(encoding_of_every_format) {
         for (f = TKV_F32; f < TKV_FORMAT_COUNT; f++)
             for (which = TKV_K; which <= TKV_V; which++) {
                 const tkvi_format *format = &tkvi_formats[f];
-                int all = format->shared ? TKV_MAX_HEAD_DIM / 3 : 24;
+                int kivi = format->side[which].encode == tkvi_kivi_encode;
+                int all = format->shared ? TKV_MAX_HEAD_DIM / 3 : kivi ? 120 : 24;
                 if (!tkvi_format_stores(format, (tkv_side)which)) continue;
                 for (k = 1; k <= rounds(all); k++) {
                     tkv_rng rng = tkv_rng_seed((uint64_t)(23000 + 500 * f + k));
@@ -1162,10 +1269,12 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(dispatch);
     RUN(halves);
+    RUN(to_halves);
     RUN(logarithmic_scales);
     RUN(zeros_of_allocated_keys);
     RUN(exponentials);
     RUN(exact);
+    RUN(values_of_tokens);
     RUN(tiles_every_width);
     RUN(tiles_mixed);
     RUN(allocated_keys);

@@ -337,6 +337,56 @@ TEST(one_shared_tier) {
     tkv_destroy(kv);
 }
 
+/* Nobody learns for tiers that no block can come to: not by its age, not by a flush. */
+TEST(tiers_out_of_reach) {
+    static const struct {
+        int hot, warm, max_tokens, shared, learns; /* shared: bit 0 the warm tier, bit 1 the archive */
+    } cases[] = {
+        {TKV_ALL, 0, 0, 3, 0},      {TKV_ALL, TKV_ALL, 700, 3, 0}, {0, TKV_ALL, 0, 2, 0},
+        {0, TKV_ALL, 0, 1, 1},      {0, 700, 700, 2, 0},           {0, 699, 700, 2, 1},
+        {TKV_NONE, 700, 700, 3, 1}, {1 << 29, 0, 0, 3, 1}, /* a flush reaches it */
+        {700, 0, 700, 2, 1},
+    };
+    int i, format;
+    for (i = 0; i < 2 * COUNT(cases); i++) {
+        tkv_config cfg = config_kivi(1, 1), twin;
+        tkv_memory_info memory, estimate;
+        tkv_cache *kv, *other;
+        int c = i / 2;
+        cfg.hot_tokens = cases[c].hot;
+        cfg.warm_tokens = cases[c].warm;
+        cfg.max_tokens = cases[c].max_tokens;
+        twin = cfg;
+        format = i % 2 ? TKV_KVQUANT3 : TKV_A30;
+        if (cases[c].shared & 1) cfg.warm = pair_of((tkv_format)format, TKV_KIVI4);
+        if (cases[c].shared & 2) cfg.archive = pair_of((tkv_format)format, TKV_KIVI2);
+        kv = make(&cfg);
+        other = make(&twin);
+        CHECK_EQ(tkv_calibration_freeze(kv), cases[c].learns ? TKV_ERR_STATE : TKV_OK);
+        feed_all(kv, 0, 640, 40);
+        feed_all(other, 0, 640, 40);
+        CHECK_MSG(tkv_calibrated_layers(kv) == cases[c].learns, "case %d", i);
+        CHECK_EQ(tkv_memory(kv, &memory), TKV_OK);
+        CHECK_EQ(tkv_estimate(&cfg, 640, 1, &estimate), TKV_OK);
+        CHECK_EQ(memory.tables, estimate.tables);
+        CHECK(same_tiers(kv, other, 0, 0));
+        CHECK_EQ(tkv_truncate(kv, 0, 639), tkv_truncate(other, 0, 639));
+        CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_flush(other, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK(same_tiers(kv, other, 0, 0));
+        CHECK(cases[c].learns || !has_table(kv, 0));
+        CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
+        feed_all(kv, 0, 50, 1);
+        feed_all(other, 0, 50, 1);
+        CHECK(same_tiers(kv, other, 0, 0));
+        CHECK_EQ(tkv_read(kv, 0, 0, 0, 689, k_out, v_out), TKV_OK);
+        CHECK(all_finite(k_out, 689 * K_ROW));
+        whole(kv, "out of reach");
+        tkv_destroy(kv);
+        tkv_destroy(other);
+    }
+}
+
 /* What attention learns ends with the second table, and begins only with a refresh. */
 TEST(nothing_is_collected_afterwards) {
     WANTS_ATOMICS;
@@ -1383,6 +1433,7 @@ int main(int argc, char **argv) {
     RUN(sequences_learn_together);
     RUN(later_sequences_do_not_wait);
     RUN(one_shared_tier);
+    RUN(tiers_out_of_reach);
     RUN(nothing_is_collected_afterwards);
     RUN(any_contents_make_a_table);
     RUN(any_shape_makes_a_table);
