@@ -4371,6 +4371,7 @@ typedef struct tkvi_folding {
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];
+    int32_t row[TKVI_ROWS]; /* whose answer it is */
 } tkvi_fold;
 
 /* Multiply codes by one plane of weights, and turn the sums into answers. */
@@ -4389,7 +4390,7 @@ typedef struct tkvi_products {
     int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
     int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
-    float *out;                         /* [row][token in K, channel in V] of the first one */
+    float *out;                         /* [row][token in K, channel in V] */
     int out_stride, add;                /* add: out += answers; always in V */
 } tkvi_products;
 
@@ -4398,7 +4399,7 @@ typedef void (*tkvi_dot)(tkvi_products *d);
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
     /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
-     * rows of which one has any. */
+     * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
@@ -4441,7 +4442,6 @@ static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
         dots[tkvi_min(d->rows - 1, 2)](d);
         d->ahead = 0; /* once is enough */
         d->w += 4 * stride;
-        d->out += 4 * d->out_stride;
     }
 }
 
@@ -4489,6 +4489,20 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
 }
 
+/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
+    int r, n = 0;
+    for (r = 0; which >> r; r++) {
+        if (!(which >> r & 1)) continue;
+        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
+        f->step[n] = f->step[r];
+        f->rest[n] = f->rest[r];
+        f->base[n] = f->base[r];
+        f->row[n++] = r;
+    }
+    return n;
+}
+
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
@@ -4521,14 +4535,13 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
-            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
-            second = v->fold_v(&a, rows, fold);
+            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
             for (plane = 0; plane < (second ? 2 : 1); plane++) {
                 d.w = w[plane];
                 d.fold = &fold[plane];
                 d.out = out + 16 * slab;
                 tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
-                v->dot(&d, rows);
+                v->dot(&d, plane ? second : rows);
             }
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
@@ -5905,7 +5918,9 @@ TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
 /* What four rows of one plane say; middle: sum w centre2. */
 TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
+    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
     _mm_storeu_ps(f->step + first, step);
+    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
     _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
@@ -6052,10 +6067,11 @@ static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tk
 static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
-                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
+                   : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
+                                   : tkvi_fold_v4_avx2(a, r, 4, f))
+                  << r;
     return second;
 }
 
@@ -6063,7 +6079,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tk
 TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
     __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + r * d->out_stride + at;
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
     if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
@@ -7435,9 +7451,10 @@ static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows
 static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
-                                  : tkvi_fold_v4_avx512(a, r, rows - r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
@@ -7446,7 +7463,7 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
                                          const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
     __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + r * d->out_stride + at;
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
     if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }

@@ -1090,7 +1090,9 @@ TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
 /* What four rows of one plane say; middle: sum w centre2. */
 TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
     const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
+    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
     _mm_storeu_ps(f->step + first, step);
+    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
     _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
     _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
 }
@@ -1237,10 +1239,11 @@ static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tk
 static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
-                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
+                   : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
+                                   : tkvi_fold_v4_avx2(a, r, 4, f))
+                  << r;
     return second;
 }
 
@@ -1248,7 +1251,7 @@ static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tk
 TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
     const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
     __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + r * d->out_stride + at;
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
     if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
     _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }

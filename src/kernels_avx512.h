@@ -1172,9 +1172,10 @@ static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows
 static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
-                                  : tkvi_fold_v4_avx512(a, r, rows - r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
@@ -1183,7 +1184,7 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
                                          const int add, __m512i sum) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
     __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + r * d->out_stride + at;
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
     if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }

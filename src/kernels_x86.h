@@ -107,6 +107,7 @@ typedef struct tkvi_folding {
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
     int32_t base[TKVI_ROWS];
+    int32_t row[TKVI_ROWS]; /* whose answer it is */
 } tkvi_fold;
 
 /* Multiply codes by one plane of weights, and turn the sums into answers. */
@@ -125,7 +126,7 @@ typedef struct tkvi_products {
     int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
     int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
-    float *out;                         /* [row][token in K, channel in V] of the first one */
+    float *out;                         /* [row][token in K, channel in V] */
     int out_stride, add;                /* add: out += answers; always in V */
 } tkvi_products;
 
@@ -134,7 +135,7 @@ typedef void (*tkvi_dot)(tkvi_products *d);
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
     /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
-     * rows of which one has any. */
+     * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
@@ -177,7 +178,6 @@ static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
         dots[tkvi_min(d->rows - 1, 2)](d);
         d->ahead = 0; /* once is enough */
         d->w += 4 * stride;
-        d->out += 4 * d->out_stride;
     }
 }
 
@@ -225,6 +225,20 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     }
 }
 
+/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
+    int r, n = 0;
+    for (r = 0; which >> r; r++) {
+        if (!(which >> r & 1)) continue;
+        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
+        f->step[n] = f->step[r];
+        f->rest[n] = f->rest[r];
+        f->base[n] = f->base[r];
+        f->row[n++] = r;
+    }
+    return n;
+}
+
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
@@ -257,14 +271,13 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
-            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
-            second = v->fold_v(&a, rows, fold);
+            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
             for (plane = 0; plane < (second ? 2 : 1); plane++) {
                 d.w = w[plane];
                 d.fold = &fold[plane];
                 d.out = out + 16 * slab;
                 tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
-                v->dot(&d, rows);
+                v->dot(&d, plane ? second : rows);
             }
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
