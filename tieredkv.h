@@ -5931,11 +5931,11 @@ TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 sq
                                         _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *x = a->x + first * a->n;
+    const float *x[4];
     __m256 most[4], rest[4], squares[4];
     __m256i middle[4], middle_lo[4];
     __m128 m, step;
@@ -5943,6 +5943,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
     int i, r, tower, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         middle[r] = middle_lo[r] = _mm256_setzero_si256();
     }
@@ -5955,7 +5956,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
+            __m256 v = _mm256_loadu_ps(x[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
@@ -5974,8 +5975,8 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
-            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0), inverse);
-            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1), inverse);
+            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
             __m256i k = tkvi_shorts_avx2(u, v);
             if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
                 __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
@@ -5996,8 +5997,8 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const float *p = a->x + first * TKVI_BLOCK;
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+    const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
@@ -6006,6 +6007,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
     int i, r, tower;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         sum[r] = sum_lo[r] = _mm256_setzero_si256();
     }
@@ -6014,7 +6016,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
         const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m256 v = _mm256_loadu_ps(p + r * TKVI_BLOCK + i), y = _mm256_mul_ps(v, scale);
+            const __m256 v = _mm256_loadu_ps(p[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
@@ -6032,8 +6034,8 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKVI_BLOCK + i;
             const __m256 inverse = _mm256_set1_ps(by[r]);
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i + 8), scale1);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
             __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
             if (tower) {
@@ -6057,20 +6059,18 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
 static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, f)
-                                  : rows - r == 3 ? tkvi_fold_k4_avx2(a, r, 3, f)
-                                                  : tkvi_fold_k4_avx2(a, r, 4, f));
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx2(a, r, rows - r, 4, f));
     return second;
 }
 
 static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
-                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
-                   : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
-                                   : tkvi_fold_v4_avx2(a, r, 4, f))
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx2(a, r, rows - r, 4, f))
                   << r;
     return second;
 }
@@ -6128,6 +6128,21 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
         tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
     }
 
+/* Tiles of one width, two a step. */
+#define TKVI_PAIRS4_(width, MAC)                                                                             \
+    for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
+        const int both = i + 1 < n;                                                                          \
+        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+            tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
+            tkvi_prefetch_rest(d);                                                                           \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        e[0] = e[1] = _mm256_setzero_si256();                                                                \
+        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        TKVI_ROWS4_(MAC)                                                                                     \
+    }
+
 /* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
 TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
     const tkvi_side *s = d->s;
@@ -6147,22 +6162,16 @@ TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int n
             const uint8_t *tile = wide;
             const int8_t *w = w0;
             unit = _mm256_set1_epi16(part ? 16 : 1);
-            for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
-                const int both = i + 1 < n;
-                if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {
-                    tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
-                    tkvi_prefetch_rest(d);
-                    tkvi_prefetch_rest(d);
-                }
-                tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);
-                e[0] = e[1] = _mm256_setzero_si256();
-                if (both)
-                    tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);
-                if (s->levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
-                } else {
-                    TKVI_ROWS4_(TKVI_MAC4_)
-                }
+            if (s->levels) {
+                TKVI_PAIRS4_(width, TKVI_LEVELED4_)
+            } else if (nw == 4 && width == 4) {
+                TKVI_PAIRS4_(4, TKVI_MAC4_)
+            } else if (nw == 4 && width == 3) {
+                TKVI_PAIRS4_(3, TKVI_MAC4_)
+            } else if (nw == 4 && width == 2) {
+                TKVI_PAIRS4_(2, TKVI_MAC4_)
+            } else {
+                TKVI_PAIRS4_(width, TKVI_MAC4_)
             }
         }
         wide += n * bytes;
@@ -6179,8 +6188,9 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
 
 /* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int nw) {
-    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
+                                     const int nw) {
+    const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
     const tkvi_fold *fold = d->fold;
     const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
@@ -6218,9 +6228,13 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
 }
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
+    const int kind = nw == 4 && !d->s->levels ? d->width : 0;
     int slab;
     for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, nw);
+        if (kind == 4) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 4, nw);
+        else if (kind == 3) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 3, nw);
+        else if (kind == 2) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 2, nw);
+        else tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, d->width, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -6235,6 +6249,7 @@ TKVI_DOTS_AVX2_(4)
 #undef TKVI_MAC4_
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
+#undef TKVI_PAIRS4_
 
 /* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
