@@ -4088,9 +4088,10 @@ TKVI_EXACT_KERNEL_(bf16)
 /* >>tiles */
 /* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
  * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
- * large key in a block has all its codes at the ends, and exactly. Pairs of R15 are like a code of 1.5 bits. */
+ * large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and normal
+ * values (125). Pairs of R15 are like a code of 1.5 bits. */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
-                                                {0.0f, 3.0f, 14.0f, 74.0f, 340.0f}};
+                                                {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
 /* From so many bits on tiles of K have two planes in any case. */
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }
@@ -4430,14 +4431,15 @@ typedef struct tkvi_folding {
     int8_t *w, *lo;
 } tkvi_folding;
 
-/* The answer of row r is  step * (sum w code - middle / 2) + rest  with middle = sum w centre2 and
- * rest = sum x (zero - ref + centre scale); step is that of the first plane, middle that of each plane. */
+/* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
+ * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale). */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[2][TKVI_ROWS];
+    int32_t base[TKVI_ROWS];
+    int32_t row[TKVI_ROWS]; /* whose answer it is */
 } tkvi_fold;
 
-/* Multiply codes by one plane of weights. */
+/* Multiply codes by one plane of weights, and turn the sums into answers. */
 typedef struct tkvi_products {
     const tkvi_side *s;
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
@@ -4446,25 +4448,26 @@ typedef struct tkvi_products {
     int width, slabs, n;        /* V: width of the codes, slabs, tokens */
     int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
     uintptr_t ahead;            /* 0: nothing is to be prefetched */
+    int turn, turns;            /* else only what belongs to tiles whose number & turns is turn */
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
     const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
     int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    int32_t *sum;    /* [row][64 tokens in K, TKV_MAX_HEAD_DIM channels in V] by lane */
+    const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
+    int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
+    float *out;                         /* [row][token in K, channel in V] */
+    int out_stride, add;                /* add: out += answers; always in V */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
-    /* Returns how many weights have a second plane in some row; `lo` has so many in each four rows of which one
-     * has any. */
+    /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
+     * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    /* out[row][i] = answer, or += if `add`, for n (a multiple of 16) sums; lo: of the second plane or NULL */
-    void (*unfold)(const int32_t *sum, const int32_t *lo, int stride, const tkvi_fold *f, int rows, int n,
-                   int add, float *out, int out_stride);
     int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
     int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
@@ -4473,14 +4476,20 @@ static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
     return s->levels ? 2 * v->bias : (1 << width) - 1;
 }
 
-static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
+static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
     d->tops = src + tkvi_tiles(&s->runs).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
-    d->ahead = ahead;
+}
+
+/* Two passes over all tiles take turns: memory is asked for what comes next all the time, not all at once. */
+static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
+    d->ahead = plane && !two ? 0 : ahead;
+    d->turn = plane && two;
+    d->turns = two != 0;
 }
 
 TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
@@ -4492,12 +4501,12 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
 
 /* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
 static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
-    const int k = d->s->which == TKV_K;
-    for (; rows > 0; rows -= 4) {
-        dots[tkvi_min(rows - 1, 2)](d);
+    const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
+    for (d->first = 0; d->first < rows; d->first += 4) {
+        d->rows = tkvi_min(rows - d->first, 4);
+        dots[tkvi_min(d->rows - 1, 2)](d);
         d->ahead = 0; /* once is enough */
-        d->w += 4 * (k ? TKV_MAX_HEAD_DIM : TKVI_BLOCK);
-        d->sum += 4 * (k ? TKVI_BLOCK : TKV_MAX_HEAD_DIM);
+        d->w += 4 * stride;
     }
 }
 
@@ -4506,13 +4515,12 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
-    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKVI_BLOCK];
-    tkvi_fold fold[2];
+    tkvi_fold fold[2][2];                      /* group, plane */
     tkvi_folding a;
     tkvi_products d;
-    int width, g, c = 0, tokens = TKVI_BLOCK / s->groups, second = 0;
+    int width, g, c = 0, plane, second = 0;
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
-    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    tkvi_products_set(&d, s, src);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
@@ -4530,35 +4538,46 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
         a.zero = zero + g * s->pad;
         a.w = w[0][g];
         a.lo = w[1][g];
-        second = tkvi_max(second, v->fold_k(&a, rows, &fold[g]));
+        second = tkvi_max(second, v->fold_k(&a, rows, fold[g]));
     }
-    d.w = w[0][0];
     d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
-    d.sum = sum[0];
-    d.tiles = TKV_MAX_HEAD_DIM;
-    v->dot(&d, rows);
-    if (second) {
-        d.w = w[1][0];
-        d.sum = sum[1];
-        d.tiles = (second + 3) / 4;
+    d.out_stride = TKVI_BLOCK;
+    for (plane = 0; plane < (second ? 2 : 1); plane++) {
+        d.w = w[plane][0];
+        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][plane];
+        d.fold_group = &fold[s->groups - 1][plane];
+        d.out = scores;
+        d.add = plane;
+        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
         v->dot(&d, rows);
     }
-    for (g = 0; g < s->groups; g++)
-        v->unfold(sum[0] + g * tokens, second ? sum[1] + g * tokens : NULL, TKVI_BLOCK, &fold[g], rows,
-                  tokens, 0, scores + g * tokens, TKVI_BLOCK);
+}
+
+/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
+    int r, n = 0;
+    for (r = 0; which >> r; r++) {
+        if (!(which >> r & 1)) continue;
+        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
+        f->step[n] = f->step[r];
+        f->rest[n] = f->rest[r];
+        f->base[n] = f->base[r];
+        f->row[n++] = r;
+    }
+    return n;
 }
 
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKV_MAX_HEAD_DIM + 32];
-    tkvi_fold fold;
+    tkvi_fold fold[2];
     tkvi_folding a;
     tkvi_products d;
-    int width, i, g, slab = 0, second;
+    int width, i, g, slab = 0, plane, second;
     s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
-    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    tkvi_products_set(&d, s, src);
     a.x = p;
     a.w = w[0];
     a.lo = w[1];
@@ -4567,6 +4586,8 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     a.top = tkvi_top_v(s);
     d.n = n;
     d.w_group = 0;
+    d.out_stride = s->pad;
+    d.add = 1;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
@@ -4579,19 +4600,14 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
-            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
-            second = v->fold_v(&a, rows, &fold);
-            d.ahead = tkvi_ahead(src, next);
-            d.w = w[0];
-            d.sum = sum[0];
-            v->dot(&d, rows);
-            if (second) {
-                d.w = w[1];
-                d.sum = sum[1];
-                v->dot(&d, rows);
+            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
+            for (plane = 0; plane < (second ? 2 : 1); plane++) {
+                d.w = w[plane];
+                d.fold = &fold[plane];
+                d.out = out + 16 * slab;
+                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
+                v->dot(&d, plane ? second : rows);
             }
-            v->unfold(sum[0], second ? sum[1] : NULL, TKV_MAX_HEAD_DIM, &fold, rows, 16 * d.slabs << d.pairs,
-                      1, out + 16 * slab, s->pad);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
             slab += d.slabs << d.pairs;
@@ -6740,24 +6756,35 @@ TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
+/* What four rows of one plane say; middle: sum w centre2. */
+TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
+    const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
+    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
+    _mm_storeu_ps(f->step + first, step);
+    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
+    _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
+    _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
+}
+
 /* Which of four rows want two planes, by their largest weights and sums of squares. */
 TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                                         _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *x = a->x + first * a->n;
+    const float *x[4];
     __m256 most[4], rest[4], squares[4];
     __m256i middle[4], middle_lo[4];
-    __m128 m;
+    __m128 m, step;
     float by[4];
     int i, r, tower, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         middle[r] = middle_lo[r] = _mm256_setzero_si256();
     }
@@ -6770,7 +6797,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
+            __m256 v = _mm256_loadu_ps(x[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
@@ -6781,8 +6808,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
     if (a->planes == 2) tower = 15;
     if (tower) second = a->n;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
@@ -6790,8 +6816,8 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
-            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0), inverse);
-            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1), inverse);
+            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
             __m256i k = tkvi_shorts_avx2(u, v);
             if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
                 __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
@@ -6806,21 +6832,23 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
             tkvi_save_weights_avx2(a->w + at, k, 1);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx2(middle));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx2(middle_lo));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    tkvi_isum4_avx2(middle_lo));
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const float *p = a->x + first * TKVI_BLOCK;
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+    const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
-    __m128 m;
+    __m128 m, step;
     float by[4], top[4];
     int i, r, tower;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         sum[r] = sum_lo[r] = _mm256_setzero_si256();
     }
@@ -6829,7 +6857,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
         const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m256 v = _mm256_loadu_ps(p + r * TKVI_BLOCK + i), y = _mm256_mul_ps(v, scale);
+            const __m256 v = _mm256_loadu_ps(p[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
@@ -6840,16 +6868,15 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
     for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
     for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_loadu_ps(top)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    step = _mm_div_ps(m, _mm_loadu_ps(top));
     for (i = 0; i < TKVI_BLOCK; i += 16) {
         const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKVI_BLOCK + i;
             const __m256 inverse = _mm256_set1_ps(by[r]);
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i + 8), scale1);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
             __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
             if (tower) {
@@ -6863,51 +6890,39 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
             tkvi_save_weights_avx2(a->w + at, k, 0);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
+                    _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
     return tower;
 }
 
 static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, f)
-                                  : rows - r == 3 ? tkvi_fold_k4_avx2(a, r, 3, f)
-                                                  : tkvi_fold_k4_avx2(a, r, 4, f));
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx2(a, r, rows - r, 4, f));
     return second;
 }
 
 static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
-                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx2(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t *lo, int stride,
-                                              const tkvi_fold *f, int rows, int n, int add, float *out,
-                                              int out_stride) {
-    int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo = lo ? lo + stride : lo, out += out_stride) {
-        const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
-        const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
-        const __m256 step = _mm256_set1_ps(step_r);
-        const __m256 rest = _mm256_set1_ps(f->rest[r] - (middle & 1 ? 0.5f * step_r : 0.0f));
-        const __m256i base = _mm256_set1_epi32(middle >> 1);
-        for (i = 0; i < n; i += 8) {
-            __m256i x = tkvi_ints_avx2(sum + i);
-            __m256 y;
-            if (lo) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(lo + i));
-            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(x, base)), step, rest);
-            _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
-        }
-    }
+/* Eight sums of row r become answers at out[at]. */
+TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
+    const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
+    __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
+    if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
@@ -6949,18 +6964,33 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
         }                                                                                                    \
     }
 #define TKVI_SAVE4_(r)                                                                                       \
-    if (r < nw) {                                                                                            \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to), a##r);                                        \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to + apart), b##r);                                \
+    if (r < nw && r < d->rows) {                                                                             \
+        tkvi_answer_avx2(d, fold, r, at, a##r);                                                              \
+        tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
+    }
+
+/* Tiles of one width, two a step. */
+#define TKVI_PAIRS4_(width, MAC)                                                                             \
+    for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
+        const int both = i + 1 < n;                                                                          \
+        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+            tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
+            tkvi_prefetch_rest(d);                                                                           \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        e[0] = e[1] = _mm256_setzero_si256();                                                                \
+        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        TKVI_ROWS4_(MAC)                                                                                     \
     }
 
 /* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
 TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
     const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, to = TKVI_BLOCK, apart = 16, v_side = 0;
+    const int stride = TKV_MAX_HEAD_DIM, at = 32 * h + 8 * b, apart = 16, v_side = 0;
+    const tkvi_fold *fold = h ? d->fold_group : d->fold;
     const uint8_t *wide = d->wide;
     const int8_t *w0 = d->w + h * d->w_group;
-    int32_t *sum = d->sum + 32 * h + 8 * b;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int half = d->half, left = d->tiles, width, i, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
@@ -6973,22 +7003,16 @@ TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int n
             const uint8_t *tile = wide;
             const int8_t *w = w0;
             unit = _mm256_set1_epi16(part ? 16 : 1);
-            for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
-                const int both = i + 1 < n;
-                if (d->ahead && h == 0 && b == 0) {
-                    tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
-                    tkvi_prefetch_rest(d);
-                    tkvi_prefetch_rest(d);
-                }
-                tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);
-                e[0] = e[1] = _mm256_setzero_si256();
-                if (both)
-                    tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);
-                if (s->levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
-                } else {
-                    TKVI_ROWS4_(TKVI_MAC4_)
-                }
+            if (s->levels) {
+                TKVI_PAIRS4_(width, TKVI_LEVELED4_)
+            } else if (nw == 4 && width == 4) {
+                TKVI_PAIRS4_(4, TKVI_MAC4_)
+            } else if (nw == 4 && width == 3) {
+                TKVI_PAIRS4_(3, TKVI_MAC4_)
+            } else if (nw == 4 && width == 2) {
+                TKVI_PAIRS4_(2, TKVI_MAC4_)
+            } else {
+                TKVI_PAIRS4_(width, TKVI_MAC4_)
             }
         }
         wide += n * bytes;
@@ -7003,11 +7027,13 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
     for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
 }
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on;
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
-    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, to = TKV_MAX_HEAD_DIM, apart = 8, both = 1, v_side = 1;
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
+                                     const int nw) {
+    const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
+    const tkvi_fold *fold = d->fold;
     const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
@@ -7019,7 +7045,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead) {
+            if (d->ahead && (t / 16 & d->turns) == d->turn) {
                 tkvi_prefetch_bytes(tile, bytes, d->ahead);
                 tkvi_prefetch_rest(d);
             }
@@ -7043,9 +7069,13 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
 }
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
+    const int kind = nw == 4 && !d->s->levels ? d->width : 0;
     int slab;
     for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, d->sum + 16 * slab, nw);
+        if (kind == 4) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 4, nw);
+        else if (kind == 3) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 3, nw);
+        else if (kind == 2) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 2, nw);
+        else tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, d->width, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -7060,8 +7090,9 @@ TKVI_DOTS_AVX2_(4)
 #undef TKVI_MAC4_
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
+#undef TKVI_PAIRS4_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
@@ -7071,7 +7102,7 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
 }
 
 static const tkvi_steps tkvi_steps_avx2 = {
-    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, tkvi_unfold_avx2, 0, 0};
+    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, 0, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {
@@ -8010,13 +8041,14 @@ TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, 
                            _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const float *x = a->x + first * a->n;
+/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
+ * are not there repeat the last one. */
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4], squares[4];
     __m512i middle[4], middle_lo[4];
-    __m128 m, inverse;
+    __m128 m, step, inverse;
     __mmask8 tower;
     TKVI_ALIGNED float by[4];
     int i, j, r, second = a->wide;
@@ -8034,7 +8066,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * a->n + i);
+            const __m512 y = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
             squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
@@ -8052,8 +8085,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm_set1_ps((float)TKVI_PLANE), m);
     _mm_store_ps(by, inverse);
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
     for (i = 0; i < a->n; i += 64) {
         const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
@@ -8093,18 +8125,19 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx512(middle));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx512(middle_lo));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
     return second;
 }
 
 /* p has 64 tokens: it stays in registers from its products to its bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
-    const float *p = a->x + first * TKVI_BLOCK;
     __m512 y[4][4], most[4], rest[4], squares[4];
     __m512i sum[4], sum_lo[4];
-    __m128 m, top;
+    __m128 m, top, step;
     __mmask8 tower;
     TKVI_ALIGNED float by[4];
     int j, r;
@@ -8120,7 +8153,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
             _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m512 v = _mm512_loadu_ps(p + r * TKVI_BLOCK + 16 * j);
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK + 16 * j);
             y[r][j] = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
@@ -8132,8 +8165,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
     top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
     _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
     top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, top));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    step = _mm_div_ps(m, top);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
         const int at = (first + r) * TKVI_BLOCK;
@@ -8157,60 +8189,41 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
         _mm512_storeu_si512((void *)(a->w + at), v[0]);
         sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                          : _mm_setzero_si128());
     return tower;
 }
 
 static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, f)
-                                  : rows - r == 3 ? tkvi_fold_k4_avx512(a, r, 3, f)
-                                                  : tkvi_fold_k4_avx512(a, r, 4, f));
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx512(a, r, rows - r, 4, f));
     return second;
 }
 
 static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx512(a, r, 3, f)
-                                  : tkvi_fold_v4_avx512(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
-TKVI_FLAT_AVX512 void tkvi_unfold_rows_avx512(const int32_t *sum, const int32_t *lo, int stride,
-                                              const tkvi_fold *f, int rows, int n, const int two,
-                                              const int add, float *out, int out_stride) {
-    int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo = two ? lo + stride : lo, out += out_stride) {
-        const int middle = two ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
-        const float step_r = two ? f->step[r] / 128.0f : f->step[r];
-        const __m512 step = _mm512_set1_ps(step_r);
-        const __m512 rest = _mm512_set1_ps(f->rest[r] - 0.5f * (float)(middle & 1) * step_r);
-        const __m512i base = _mm512_set1_epi32(middle >> 1);
-        for (i = 0; i < n; i += 16) {
-            __m512i x = _mm512_loadu_si512((const void *)(sum + i));
-            __m512 y;
-            if (two)
-                x = _mm512_add_epi32(_mm512_slli_epi32(x, 7), _mm512_loadu_si512((const void *)(lo + i)));
-            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(x, base)), step, rest);
-            _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
-        }
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int32_t *lo, int stride,
-                                                  const tkvi_fold *f, int rows, int n, int add, float *out,
-                                                  int out_stride) {
-    if (lo) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 1, add, out, out_stride);
-    else if (add) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 1, out, out_stride);
-    else tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 0, out, out_stride);
+/* 16 sums of row r become answers at out[at]. */
+TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                         const int add, __m512i sum) {
+    const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
+    __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
+    if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
 /* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
@@ -8218,11 +8231,11 @@ static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int3
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32), c##r);                                      \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 48), d##r);                                      \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
+        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
+        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
+        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
     }
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
@@ -8243,7 +8256,7 @@ static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int3
             x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
             x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
         }                                                                                                    \
-        if (d->ahead) {                                                                                      \
+        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
@@ -8257,7 +8270,6 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
-    int32_t *sum = d->sum;
     __m512i table = _mm512_setzero_si512(), x[4], four;
     int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
@@ -8269,7 +8281,13 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     TKVI_RUN_(3)
     TKVI_RUN_(2)
     TKVI_RUN_(1)
-    TKVI_ROWS_(TKVI_SAVE_)
+    if (d->add) {
+        const int add = 1;
+        TKVI_ROWS_(TKVI_SAVE_)
+    } else {
+        const int add = 0;
+        TKVI_ROWS_(TKVI_SAVE_)
+    }
 }
 #undef TKVI_RUN_
 #undef TKVI_MAC_
@@ -8291,9 +8309,10 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
         d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
 #define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM), _mm512_add_epi32(a##r, c##r));             \
-        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM + 16), _mm512_add_epi32(b##r, d##r));        \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        if (how == TKVI_PAIRS || next)                                                                       \
+            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
@@ -8305,7 +8324,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
-    int32_t *sum = d->sum + (how == TKVI_PAIRS ? 32 * slab : 16 * slab);
+    const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
     __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
@@ -8327,10 +8346,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
                 y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
             }
         }
-        if (d->ahead) {
+        if (d->ahead && (t / 16 & d->turns) == d->turn) {
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
+            if (has_half)
+                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -8343,7 +8364,15 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-#define TKVI_RUN_(width)                                                                                     \
+/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each kind
+ * takes a compiler its time. */
+static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+    int i;
+    for (i = 0; i < d->slabs; i += 2)
+        tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
+}
+
+#define TKVI_SLABS_(width)                                                                                   \
     case width:                                                                                              \
         for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
         break;
@@ -8351,32 +8380,15 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
     int i;
     if (d->pairs)
         for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
-    else if (d->s->levels) switch (d->width) {
-        case 1:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 1, TKVI_TABLE, nw);
-            break;
-        case 2:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 2, TKVI_TABLE, nw);
-            break;
-        case 3:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 3, TKVI_TABLE, nw);
-            break;
-        default:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 4, TKVI_TABLE, nw);
-            break;
-        }
-    else switch (d->width) {
-            TKVI_RUN_(1)
-            TKVI_RUN_(2)
-            TKVI_RUN_(3)
-            TKVI_RUN_(4)
-            TKVI_RUN_(5)
-            TKVI_RUN_(6)
-            TKVI_RUN_(8)
-        default: break;
+    else switch (d->s->levels ? 0 : d->width) {
+            TKVI_SLABS_(2)
+            TKVI_SLABS_(3)
+            TKVI_SLABS_(4)
+            TKVI_SLABS_(8)
+        default: tkvi_dot_seldom_avx512(d);
         }
 }
-#undef TKVI_RUN_
+#undef TKVI_SLABS_
 
 /* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
@@ -8387,7 +8399,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -8396,13 +8408,8 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512,
-                                             tkvi_fold_k_avx512,
-                                             tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512,
-                                             tkvi_unfold_avx512,
-                                             TKVI_BIAS_AVX512,
-                                             128};
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
+                                             tkvi_dot_avx512,      TKVI_BIAS_AVX512,   128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {

@@ -134,9 +134,10 @@ TKVI_EXACT_KERNEL_(bf16)
 /* >>tiles */
 /* What a rounded weight's error meets: the variance of codes in units of the format's own error, by width. First of
  * grids that cut off what is rare (A; R, whose values are normal), then of ranges from smallest to largest: there one
- * large key in a block has all its codes at the ends, and exactly. Pairs of R15 are like a code of 1.5 bits. */
+ * large key in a block has all its codes at the ends, and exactly; 4 bits, of V alone, between that (340) and normal
+ * values (125). Pairs of R15 are like a code of 1.5 bits. */
 static const float tkvi_spread[2][TKVI_WIDE] = {{0.0f, 3.0f, 9.0f, 30.0f, 90.0f},
-                                                {0.0f, 3.0f, 14.0f, 74.0f, 340.0f}};
+                                                {0.0f, 3.0f, 14.0f, 74.0f, 250.0f}};
 
 /* From so many bits on tiles of K have two planes in any case. */
 static int tkvi_wide_k(const tkvi_side *s) { return s->format->shared ? TKVI_WIDE : TKVI_WIDE - 1; }

@@ -976,24 +976,35 @@ TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
     return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
 }
 
+/* What four rows of one plane say; middle: sum w centre2. */
+TKVI_FLAT_AVX2 void tkvi_plane_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
+    const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
+    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
+    _mm_storeu_ps(f->step + first, step);
+    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
+    _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
+    _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
+}
+
 /* Which of four rows want two planes, by their largest weights and sums of squares. */
 TKVI_FLAT_AVX2 int tkvi_tower_avx2(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
     return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
                                         _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares)));
 }
 
-/* Four rows go together so that their horizontal sums do. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+/* Four rows go together so that their horizontal sums do. Rows that are not there repeat the last one. */
+TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *x = a->x + first * a->n;
+    const float *x[4];
     __m256 most[4], rest[4], squares[4];
     __m256i middle[4], middle_lo[4];
-    __m128 m;
+    __m128 m, step;
     float by[4];
     int i, r, tower, second = a->wide;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         middle[r] = middle_lo[r] = _mm256_setzero_si256();
     }
@@ -1006,7 +1017,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x + r * a->n + i), y = _mm256_mul_ps(v, scale);
+            __m256 v = _mm256_loadu_ps(x[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
@@ -1017,8 +1028,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
     if (a->planes == 2) tower = 15;
     if (tower) second = a->n;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_PLANE), m));
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
     for (i = 0; i < a->n; i += 16) {
         __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         __m256i c = _mm256_cvtepu8_epi16(tkvi_bytes16_avx2(a->centre2 + i));
@@ -1026,8 +1036,8 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
             const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
-            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i), scale0), inverse);
-            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + r * a->n + i + 8), scale1), inverse);
+            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
             __m256i k = tkvi_shorts_avx2(u, v);
             if (i < second) { /* full = 128 hi + lo, lo 0..127; narrow ones have no lo */
                 __m256i full = tkvi_shorts_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo, wide;
@@ -1042,21 +1052,23 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, const int
             tkvi_save_weights_avx2(a->w + at, k, 1);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx2(middle));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx2(middle_lo));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    tkvi_isum4_avx2(middle_lo));
     return second;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const float *p = a->x + first * TKVI_BLOCK;
+TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, int left, const int nr, tkvi_fold *f) {
+    const float *p[4];
     const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 most[4], rest[4], squares[4];
     __m256i sum[4], sum_lo[4];
-    __m128 m;
+    __m128 m, step;
     float by[4], top[4];
     int i, r, tower;
     TKVI_UNROLL
     for (r = 0; r < 4; r++) {
+        p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
         most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
         sum[r] = sum_lo[r] = _mm256_setzero_si256();
     }
@@ -1065,7 +1077,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
         const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m256 v = _mm256_loadu_ps(p + r * TKVI_BLOCK + i), y = _mm256_mul_ps(v, scale);
+            const __m256 v = _mm256_loadu_ps(p[r] + i), y = _mm256_mul_ps(v, scale);
             most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
             squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
             rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
@@ -1076,16 +1088,15 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
     for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_TWO_PLANES : (float)a->top;
     _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
     for (r = 0; r < 4; r++) top[r] = tower >> r & 1 ? (float)TKVI_PLANE : (float)a->top;
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_loadu_ps(top)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx2(rest));
+    step = _mm_div_ps(m, _mm_loadu_ps(top));
     for (i = 0; i < TKVI_BLOCK; i += 16) {
         const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             const int at = (first + r) * TKVI_BLOCK + i;
             const __m256 inverse = _mm256_set1_ps(by[r]);
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p + r * TKVI_BLOCK + i + 8), scale1);
+            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
+            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
             __m256i k = tkvi_shorts_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
             k = _mm256_max_epi16(k, _mm256_setzero_si256());
             if (tower) {
@@ -1099,51 +1110,39 @@ TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_folding *a, int first, const int
             tkvi_save_weights_avx2(a->w + at, k, 0);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
+                    _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
     return tower;
 }
 
 static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, f)
-                                  : rows - r == 3 ? tkvi_fold_k4_avx2(a, r, 3, f)
-                                                  : tkvi_fold_k4_avx2(a, r, 4, f));
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx2(a, r, rows - r, 4, f));
     return second;
 }
 
 static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx2(a, r, 3, f)
-                                  : tkvi_fold_v4_avx2(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx2(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unfold_avx2(const int32_t *sum, const int32_t *lo, int stride,
-                                              const tkvi_fold *f, int rows, int n, int add, float *out,
-                                              int out_stride) {
-    int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo = lo ? lo + stride : lo, out += out_stride) {
-        const int middle = lo ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
-        const float step_r = lo ? f->step[r] / 128.0f : f->step[r];
-        const __m256 step = _mm256_set1_ps(step_r);
-        const __m256 rest = _mm256_set1_ps(f->rest[r] - (middle & 1 ? 0.5f * step_r : 0.0f));
-        const __m256i base = _mm256_set1_epi32(middle >> 1);
-        for (i = 0; i < n; i += 8) {
-            __m256i x = tkvi_ints_avx2(sum + i);
-            __m256 y;
-            if (lo) x = _mm256_add_epi32(_mm256_slli_epi32(x, 7), tkvi_ints_avx2(lo + i));
-            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(x, base)), step, rest);
-            _mm256_storeu_ps(out + i, add ? _mm256_add_ps(y, _mm256_loadu_ps(out + i)) : y);
-        }
-    }
+/* Eight sums of row r become answers at out[at]. */
+TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at, __m256i sum) {
+    const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
+    __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
+    if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
 }
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
@@ -1185,18 +1184,33 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
         }                                                                                                    \
     }
 #define TKVI_SAVE4_(r)                                                                                       \
-    if (r < nw) {                                                                                            \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to), a##r);                                        \
-        _mm256_storeu_si256((__m256i *)(void *)(sum + r * to + apart), b##r);                                \
+    if (r < nw && r < d->rows) {                                                                             \
+        tkvi_answer_avx2(d, fold, r, at, a##r);                                                              \
+        tkvi_answer_avx2(d, fold, r, at + apart, b##r);                                                      \
+    }
+
+/* Tiles of one width, two a step. */
+#define TKVI_PAIRS4_(width, MAC)                                                                             \
+    for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
+        const int both = i + 1 < n;                                                                          \
+        if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
+            tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
+            tkvi_prefetch_rest(d);                                                                           \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
+        e[0] = e[1] = _mm256_setzero_si256();                                                                \
+        if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
+        TKVI_ROWS4_(MAC)                                                                                     \
     }
 
 /* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
 TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
     const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, to = TKVI_BLOCK, apart = 16, v_side = 0;
+    const int stride = TKV_MAX_HEAD_DIM, at = 32 * h + 8 * b, apart = 16, v_side = 0;
+    const tkvi_fold *fold = h ? d->fold_group : d->fold;
     const uint8_t *wide = d->wide;
     const int8_t *w0 = d->w + h * d->w_group;
-    int32_t *sum = d->sum + 32 * h + 8 * b;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int half = d->half, left = d->tiles, width, i, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
@@ -1209,22 +1223,16 @@ TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int n
             const uint8_t *tile = wide;
             const int8_t *w = w0;
             unit = _mm256_set1_epi16(part ? 16 : 1);
-            for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {
-                const int both = i + 1 < n;
-                if (d->ahead && h == 0 && b == 0) {
-                    tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);
-                    tkvi_prefetch_rest(d);
-                    tkvi_prefetch_rest(d);
-                }
-                tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);
-                e[0] = e[1] = _mm256_setzero_si256();
-                if (both)
-                    tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);
-                if (s->levels) {
-                    TKVI_ROWS4_(TKVI_LEVELED4_)
-                } else {
-                    TKVI_ROWS4_(TKVI_MAC4_)
-                }
+            if (s->levels) {
+                TKVI_PAIRS4_(width, TKVI_LEVELED4_)
+            } else if (nw == 4 && width == 4) {
+                TKVI_PAIRS4_(4, TKVI_MAC4_)
+            } else if (nw == 4 && width == 3) {
+                TKVI_PAIRS4_(3, TKVI_MAC4_)
+            } else if (nw == 4 && width == 2) {
+                TKVI_PAIRS4_(2, TKVI_MAC4_)
+            } else {
+                TKVI_PAIRS4_(width, TKVI_MAC4_)
             }
         }
         wide += n * bytes;
@@ -1239,11 +1247,13 @@ TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
     for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
 }
 
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on;
+/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int32_t *sum, const int nw) {
-    const int width = d->width, n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, to = TKV_MAX_HEAD_DIM, apart = 8, both = 1, v_side = 1;
+TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
+                                     const int nw) {
+    const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
+    const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
+    const tkvi_fold *fold = d->fold;
     const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
@@ -1255,7 +1265,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
         int half = d->half + skip * has_half;
         unit = _mm256_set1_epi16(part ? 16 : 1);
         for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead) {
+            if (d->ahead && (t / 16 & d->turns) == d->turn) {
                 tkvi_prefetch_bytes(tile, bytes, d->ahead);
                 tkvi_prefetch_rest(d);
             }
@@ -1279,9 +1289,13 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int3
 }
 
 TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
+    const int kind = nw == 4 && !d->s->levels ? d->width : 0;
     int slab;
     for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, d->sum + 16 * slab, nw);
+        if (kind == 4) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 4, nw);
+        else if (kind == 3) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 3, nw);
+        else if (kind == 2) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 2, nw);
+        else tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, d->width, nw);
 }
 
 #define TKVI_DOTS_AVX2_(nw)                                                                                  \
@@ -1296,8 +1310,9 @@ TKVI_DOTS_AVX2_(4)
 #undef TKVI_MAC4_
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
+#undef TKVI_PAIRS4_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
@@ -1307,7 +1322,7 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
 }
 
 static const tkvi_steps tkvi_steps_avx2 = {
-    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, tkvi_unfold_avx2, 0, 0};
+    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, 0, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {

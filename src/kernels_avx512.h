@@ -906,13 +906,14 @@ TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, 
                            _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
-/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
-    const float *x = a->x + first * a->n;
+/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
+ * are not there repeat the last one. */
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
     __m512 most[4], rest[4], squares[4];
     __m512i middle[4], middle_lo[4];
-    __m128 m, inverse;
+    __m128 m, step, inverse;
     __mmask8 tower;
     TKVI_ALIGNED float by[4];
     int i, j, r, second = a->wide;
@@ -930,7 +931,8 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m512 v = _mm512_loadu_ps(x + r * a->n + i), y = _mm512_mul_ps(v, scale);
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * a->n + i);
+            const __m512 y = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
             squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
@@ -948,8 +950,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
     inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm_set1_ps((float)TKVI_PLANE), m);
     _mm_store_ps(by, inverse);
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE)));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
     for (i = 0; i < a->n; i += 64) {
         const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
         TKVI_UNROLL
@@ -989,18 +990,19 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, const
             middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
         }
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first), tkvi_isum4_avx512(middle));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first), tkvi_isum4_avx512(middle_lo));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
     return second;
 }
 
 /* p has 64 tokens: it stays in registers from its products to its bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const int nr, tkvi_fold *f) {
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
     const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
-    const float *p = a->x + first * TKVI_BLOCK;
     __m512 y[4][4], most[4], rest[4], squares[4];
     __m512i sum[4], sum_lo[4];
-    __m128 m, top;
+    __m128 m, top, step;
     __mmask8 tower;
     TKVI_ALIGNED float by[4];
     int j, r;
@@ -1016,7 +1018,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
             _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m512 v = _mm512_loadu_ps(p + r * TKVI_BLOCK + 16 * j);
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK + 16 * j);
             y[r][j] = _mm512_mul_ps(v, scale);
             most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
             rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
@@ -1028,8 +1030,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
     top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
     _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
     top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
-    _mm_storeu_ps(f->step + first, _mm_div_ps(m, top));
-    _mm_storeu_ps(f->rest + first, tkvi_sum4_avx512(rest));
+    step = _mm_div_ps(m, top);
     TKVI_UNROLL
     for (r = 0; r < nr; r++) {
         const int at = (first + r) * TKVI_BLOCK;
@@ -1053,60 +1054,41 @@ TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, const
         _mm512_storeu_si512((void *)(a->w + at), v[0]);
         sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
     }
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[0] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    _mm_storeu_si128((__m128i *)(void *)(f->middle[1] + first),
-                     _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                          : _mm_setzero_si128());
     return tower;
 }
 
 static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, f)
-                                  : rows - r == 3 ? tkvi_fold_k4_avx512(a, r, 3, f)
-                                                  : tkvi_fold_k4_avx512(a, r, 4, f));
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx512(a, r, rows - r, 4, f));
     return second;
 }
 
 static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
     int r, second = 0;
     for (r = 0; r < rows; r += 4)
-        second |= rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, f)
-                  : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, f)
-                  : rows - r == 3 ? tkvi_fold_v4_avx512(a, r, 3, f)
-                                  : tkvi_fold_v4_avx512(a, r, 4, f);
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
+                  << r;
     return second;
 }
 
-TKVI_FLAT_AVX512 void tkvi_unfold_rows_avx512(const int32_t *sum, const int32_t *lo, int stride,
-                                              const tkvi_fold *f, int rows, int n, const int two,
-                                              const int add, float *out, int out_stride) {
-    int i, r;
-    for (r = 0; r < rows; r++, sum += stride, lo = two ? lo + stride : lo, out += out_stride) {
-        const int middle = two ? 128 * f->middle[0][r] + f->middle[1][r] : f->middle[0][r];
-        const float step_r = two ? f->step[r] / 128.0f : f->step[r];
-        const __m512 step = _mm512_set1_ps(step_r);
-        const __m512 rest = _mm512_set1_ps(f->rest[r] - 0.5f * (float)(middle & 1) * step_r);
-        const __m512i base = _mm512_set1_epi32(middle >> 1);
-        for (i = 0; i < n; i += 16) {
-            __m512i x = _mm512_loadu_si512((const void *)(sum + i));
-            __m512 y;
-            if (two)
-                x = _mm512_add_epi32(_mm512_slli_epi32(x, 7), _mm512_loadu_si512((const void *)(lo + i)));
-            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(x, base)), step, rest);
-            _mm512_storeu_ps(out + i, add ? _mm512_add_ps(y, _mm512_loadu_ps(out + i)) : y);
-        }
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int32_t *lo, int stride,
-                                                  const tkvi_fold *f, int rows, int n, int add, float *out,
-                                                  int out_stride) {
-    if (lo) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 1, add, out, out_stride);
-    else if (add) tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 1, out, out_stride);
-    else tkvi_unfold_rows_avx512(sum, lo, stride, f, rows, n, 0, 0, out, out_stride);
+/* 16 sums of row r become answers at out[at]. */
+TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                         const int add, __m512i sum) {
+    const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
+    __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
+    if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
 }
 
 /* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
@@ -1114,11 +1096,11 @@ static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int3
 #define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
 #define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
 #define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK), a##r);                                           \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 16), b##r);                                      \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 32), c##r);                                      \
-        _mm512_storeu_si512((void *)(sum + r * TKVI_BLOCK + 48), d##r);                                      \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
+        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
+        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
+        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
     }
 #define TKVI_MAC_(r)                                                                                         \
     if (r < nw) {                                                                                            \
@@ -1139,7 +1121,7 @@ static TKVI_TARGET_AVX512 void tkvi_unfold_avx512(const int32_t *sum, const int3
             x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
             x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
         }                                                                                                    \
-        if (d->ahead) {                                                                                      \
+        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
         }                                                                                                    \
@@ -1153,7 +1135,6 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
-    int32_t *sum = d->sum;
     __m512i table = _mm512_setzero_si512(), x[4], four;
     int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
@@ -1165,7 +1146,13 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     TKVI_RUN_(3)
     TKVI_RUN_(2)
     TKVI_RUN_(1)
-    TKVI_ROWS_(TKVI_SAVE_)
+    if (d->add) {
+        const int add = 1;
+        TKVI_ROWS_(TKVI_SAVE_)
+    } else {
+        const int add = 0;
+        TKVI_ROWS_(TKVI_SAVE_)
+    }
 }
 #undef TKVI_RUN_
 #undef TKVI_MAC_
@@ -1187,9 +1174,10 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
         d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
     }
 #define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM), _mm512_add_epi32(a##r, c##r));             \
-        _mm512_storeu_si512((void *)(sum + r * TKV_MAX_HEAD_DIM + 16), _mm512_add_epi32(b##r, d##r));        \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        if (how == TKVI_PAIRS || next)                                                                       \
+            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
     }
 enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
 
@@ -1201,7 +1189,7 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
     const uint8_t *wide = d->wide + 4 * slab * bytes;
     const int8_t *w = d->w;
-    int32_t *sum = d->sum + (how == TKVI_PAIRS ? 32 * slab : 16 * slab);
+    const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
     __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
@@ -1223,10 +1211,12 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
                 y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
             }
         }
-        if (d->ahead) {
+        if (d->ahead && (t / 16 & d->turns) == d->turn) {
             tkvi_prefetch_bytes(wide, bytes, d->ahead);
             if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
             tkvi_prefetch_rest(d);
+            if (has_half)
+                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
         }
         TKVI_ROWS_(TKVI_MAC_)
         wide += bytes;
@@ -1239,7 +1229,15 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
 #undef TKVI_MAC_
 #undef TKVI_SAVE_
 
-#define TKVI_RUN_(width)                                                                                     \
+/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each kind
+ * takes a compiler its time. */
+static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+    int i;
+    for (i = 0; i < d->slabs; i += 2)
+        tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
+}
+
+#define TKVI_SLABS_(width)                                                                                   \
     case width:                                                                                              \
         for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
         break;
@@ -1247,32 +1245,15 @@ TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
     int i;
     if (d->pairs)
         for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
-    else if (d->s->levels) switch (d->width) {
-        case 1:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 1, TKVI_TABLE, nw);
-            break;
-        case 2:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 2, TKVI_TABLE, nw);
-            break;
-        case 3:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 3, TKVI_TABLE, nw);
-            break;
-        default:
-            for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, 4, TKVI_TABLE, nw);
-            break;
-        }
-    else switch (d->width) {
-            TKVI_RUN_(1)
-            TKVI_RUN_(2)
-            TKVI_RUN_(3)
-            TKVI_RUN_(4)
-            TKVI_RUN_(5)
-            TKVI_RUN_(6)
-            TKVI_RUN_(8)
-        default: break;
+    else switch (d->s->levels ? 0 : d->width) {
+            TKVI_SLABS_(2)
+            TKVI_SLABS_(3)
+            TKVI_SLABS_(4)
+            TKVI_SLABS_(8)
+        default: tkvi_dot_seldom_avx512(d);
         }
 }
-#undef TKVI_RUN_
+#undef TKVI_SLABS_
 
 /* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
 #define TKVI_DOTS_AVX512_(nw)                                                                                \
@@ -1283,7 +1264,7 @@ TKVI_DOTS_AVX512_(2)
 TKVI_DOTS_AVX512_(4)
 #undef TKVI_DOTS_AVX512_
 
-/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is not read. */
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     static const tkvi_dot dots[2][3] = {
         {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
@@ -1292,13 +1273,8 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512,
-                                             tkvi_fold_k_avx512,
-                                             tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512,
-                                             tkvi_unfold_avx512,
-                                             TKVI_BIAS_AVX512,
-                                             128};
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
+                                             tkvi_dot_avx512,      TKVI_BIAS_AVX512,   128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {

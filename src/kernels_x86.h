@@ -102,14 +102,15 @@ typedef struct tkvi_folding {
     int8_t *w, *lo;
 } tkvi_folding;
 
-/* The answer of row r is  step * (sum w code - middle / 2) + rest  with middle = sum w centre2 and
- * rest = sum x (zero - ref + centre scale); step is that of the first plane, middle that of each plane. */
+/* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
+ * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale). */
 typedef struct tkvi_fold {
     float step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t middle[2][TKVI_ROWS];
+    int32_t base[TKVI_ROWS];
+    int32_t row[TKVI_ROWS]; /* whose answer it is */
 } tkvi_fold;
 
-/* Multiply codes by one plane of weights. */
+/* Multiply codes by one plane of weights, and turn the sums into answers. */
 typedef struct tkvi_products {
     const tkvi_side *s;
     const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
@@ -118,25 +119,26 @@ typedef struct tkvi_products {
     int width, slabs, n;        /* V: width of the codes, slabs, tokens */
     int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
     uintptr_t ahead;            /* 0: nothing is to be prefetched */
+    int turn, turns;            /* else only what belongs to tiles whose number & turns is turn */
     const uint8_t *rest,
         *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
     const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
     int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    int32_t *sum;    /* [row][64 tokens in K, TKV_MAX_HEAD_DIM channels in V] by lane */
+    const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
+    int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
+    float *out;                         /* [row][token in K, channel in V] */
+    int out_stride, add;                /* add: out += answers; always in V */
 } tkvi_products;
 
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
     const tkvi_helpers *helpers;
-    /* Returns how many weights have a second plane in some row; `lo` has so many in each four rows of which one
-     * has any. */
+    /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
+     * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    /* out[row][i] = answer, or += if `add`, for n (a multiple of 16) sums; lo: of the second plane or NULL */
-    void (*unfold)(const int32_t *sum, const int32_t *lo, int stride, const tkvi_fold *f, int rows, int n,
-                   int add, float *out, int out_stride);
     int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
     int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
@@ -145,14 +147,20 @@ static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
     return s->levels ? 2 * v->bias : (1 << width) - 1;
 }
 
-static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src, uintptr_t ahead) {
+static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
     d->wide = src;
     d->tops = src + tkvi_tiles(&s->runs).halves;
     d->rest = d->tops;
     d->end = src + s->bytes;
     d->half = 0;
-    d->ahead = ahead;
+}
+
+/* Two passes over all tiles take turns: memory is asked for what comes next all the time, not all at once. */
+static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
+    d->ahead = plane && !two ? 0 : ahead;
+    d->turn = plane && two;
+    d->turns = two != 0;
 }
 
 TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
@@ -164,12 +172,12 @@ TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
 
 /* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
 static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
-    const int k = d->s->which == TKV_K;
-    for (; rows > 0; rows -= 4) {
-        dots[tkvi_min(rows - 1, 2)](d);
+    const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
+    for (d->first = 0; d->first < rows; d->first += 4) {
+        d->rows = tkvi_min(rows - d->first, 4);
+        dots[tkvi_min(d->rows - 1, 2)](d);
         d->ahead = 0; /* once is enough */
-        d->w += 4 * (k ? TKV_MAX_HEAD_DIM : TKVI_BLOCK);
-        d->sum += 4 * (k ? TKVI_BLOCK : TKV_MAX_HEAD_DIM);
+        d->w += 4 * stride;
     }
 }
 
@@ -178,13 +186,12 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
-    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKVI_BLOCK];
-    tkvi_fold fold[2];
+    tkvi_fold fold[2][2];                      /* group, plane */
     tkvi_folding a;
     tkvi_products d;
-    int width, g, c = 0, tokens = TKVI_BLOCK / s->groups, second = 0;
+    int width, g, c = 0, plane, second = 0;
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
-    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    tkvi_products_set(&d, s, src);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
         if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
@@ -202,35 +209,46 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
         a.zero = zero + g * s->pad;
         a.w = w[0][g];
         a.lo = w[1][g];
-        second = tkvi_max(second, v->fold_k(&a, rows, &fold[g]));
+        second = tkvi_max(second, v->fold_k(&a, rows, fold[g]));
     }
-    d.w = w[0][0];
     d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
-    d.sum = sum[0];
-    d.tiles = TKV_MAX_HEAD_DIM;
-    v->dot(&d, rows);
-    if (second) {
-        d.w = w[1][0];
-        d.sum = sum[1];
-        d.tiles = (second + 3) / 4;
+    d.out_stride = TKVI_BLOCK;
+    for (plane = 0; plane < (second ? 2 : 1); plane++) {
+        d.w = w[plane][0];
+        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][plane];
+        d.fold_group = &fold[s->groups - 1][plane];
+        d.out = scores;
+        d.add = plane;
+        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
         v->dot(&d, rows);
     }
-    for (g = 0; g < s->groups; g++)
-        v->unfold(sum[0] + g * tokens, second ? sum[1] + g * tokens : NULL, TKVI_BLOCK, &fold[g], rows,
-                  tokens, 0, scores + g * tokens, TKVI_BLOCK);
+}
+
+/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
+    int r, n = 0;
+    for (r = 0; which >> r; r++) {
+        if (!(which >> r & 1)) continue;
+        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
+        f->step[n] = f->step[r];
+        f->rest[n] = f->rest[r];
+        f->base[n] = f->base[r];
+        f->row[n++] = r;
+    }
+    return n;
 }
 
 static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                          const float *p, int rows, int n, int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
-    TKVI_ALIGNED int32_t sum[2][TKVI_ROWS * TKV_MAX_HEAD_DIM + 32];
-    tkvi_fold fold;
+    tkvi_fold fold[2];
     tkvi_folding a;
     tkvi_products d;
-    int width, i, g, slab = 0, second;
+    int width, i, g, slab = 0, plane, second;
     s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
-    tkvi_products_set(&d, s, src, tkvi_ahead(src, next));
+    tkvi_products_set(&d, s, src);
     a.x = p;
     a.w = w[0];
     a.lo = w[1];
@@ -239,6 +257,8 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     a.top = tkvi_top_v(s);
     d.n = n;
     d.w_group = 0;
+    d.out_stride = s->pad;
+    d.add = 1;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
@@ -251,19 +271,14 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
-            if (rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
-            second = v->fold_v(&a, rows, &fold);
-            d.ahead = tkvi_ahead(src, next);
-            d.w = w[0];
-            d.sum = sum[0];
-            v->dot(&d, rows);
-            if (second) {
-                d.w = w[1];
-                d.sum = sum[1];
-                v->dot(&d, rows);
+            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
+            for (plane = 0; plane < (second ? 2 : 1); plane++) {
+                d.w = w[plane];
+                d.fold = &fold[plane];
+                d.out = out + 16 * slab;
+                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
+                v->dot(&d, plane ? second : rows);
             }
-            v->unfold(sum[0], second ? sum[1] : NULL, TKV_MAX_HEAD_DIM, &fold, rows, 16 * d.slabs << d.pairs,
-                      1, out + 16 * slab, s->pad);
             d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
             d.half += 4 * d.slabs * tkvi_has_half[width];
             slab += d.slabs << d.pairs;
