@@ -135,7 +135,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
 }
 
 /* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
-TKVI_FLAT_AVX2 __m256i tkvi_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
+TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const int at = p * t->low_bits;
@@ -159,7 +159,7 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
         __m256i x[4], a, b, c, d;
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
-            x[p] = tkvi_plane_avx2(t, p, h);
+            x[p] = tkvi_tile_plane_avx2(t, p, h);
             if (t->levels) x[p] = tkvi_table_avx2(t->levels, x[p]);
         }
         a = _mm256_unpacklo_epi32(x[0], x[1]);
@@ -190,8 +190,8 @@ static TKVI_TARGET_AVX2 void tkvi_slab_avx2(const tkvi_tile_parts *t, const int8
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_plane_avx2(t, p, 0), by_token);
-        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_plane_avx2(t, p, 1), by_token);
+        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
+        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
         tkvi_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
         tkvi_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
     }
@@ -316,7 +316,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits)
 }
 
 /* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
-TKVI_FLAT_AVX512 __m512i tkvi_plane_avx512(const tkvi_tile_parts *t, int p) {
+TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
     const int at = p * t->low_bits;
     __m512i x = _mm512_setzero_si512();
@@ -338,7 +338,7 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
     int p;
     TKVI_UNROLL
     for (p = 0; p < 4; p++) {
-        x[p] = tkvi_plane_avx512(t, p);
+        x[p] = tkvi_tile_plane_avx512(t, p);
         if (t->levels) x[p] = tkvi_table_avx512(t->levels, x[p]);
     }
     a = _mm512_unpacklo_epi32(x[0], x[1]);
@@ -364,7 +364,7 @@ static TKVI_TARGET_AVX512 void tkvi_slab_avx512(const tkvi_tile_parts *t, const 
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_plane_avx512(t, p));
+        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
         tkvi_save_quarters_avx512(row, stride, t->levels ? tkvi_table_avx512(t->levels, x) : x);
         if (upper) tkvi_save_quarters_avx512(row + 16, stride, tkvi_table_avx512(upper, x));
     }
