@@ -8897,9 +8897,8 @@ static int tkvi_many_lanes(int pad) { return pad <= TKVI_MANY_FLOATS / TKVI_MANY
 /*
  * many_avx512.h - the kernels of many.h for AVX-512 VNNI, and who has such kernels.
  *
- * Two shapes: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of integers (vpdpbusd: weights are the unsigned
- * operand, broadcast codes the signed one) and of floats. K's weights are signed: 128 is added to them, and
- * 128 times the sum of a token's codes is where its accumulators start.
+ * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K are
+ * the unsigned operand and weights the signed one; in V it is the other way round).
  */
 #ifndef TKVI_MANY_AVX512_H
 #define TKVI_MANY_AVX512_H
@@ -13338,7 +13337,8 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
  * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
  * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
  * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
- * additions here and not there).
+ * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
+ * instruction set has kernels for them (>>many), and no thread gets less than one.
  *
  * Scores are relative to a reference key (what recent keys share): see kernels.h. `origin` = scale q.ref brings the
  * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.

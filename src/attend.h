@@ -11,7 +11,8 @@
  * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
  * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
  * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
- * additions here and not there).
+ * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
+ * instruction set has kernels for them (>>many), and no thread gets less than one.
  *
  * Scores are relative to a reference key (what recent keys share): see kernels.h. `origin` = scale q.ref brings the
  * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.

@@ -1,9 +1,8 @@
 /*
  * many_avx512.h - the kernels of many.h for AVX-512 VNNI, and who has such kernels.
  *
- * Two shapes: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of integers (vpdpbusd: weights are the unsigned
- * operand, broadcast codes the signed one) and of floats. K's weights are signed: 128 is added to them, and
- * 128 times the sum of a token's codes is where its accumulators start.
+ * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K are
+ * the unsigned operand and weights the signed one; in V it is the other way round).
  */
 #ifndef TKVI_MANY_AVX512_H
 #define TKVI_MANY_AVX512_H
