@@ -11,7 +11,8 @@
  * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
  * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
  * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
- * additions here and not there).
+ * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
+ * instruction set has kernels for them (>>many), and no thread gets less than one.
  *
  * Scores are relative to a reference key (what recent keys share): see kernels.h. `origin` = scale q.ref brings the
  * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
@@ -19,6 +20,7 @@
 #ifndef TKVI_ATTEND_H
 #define TKVI_ATTEND_H
 
+#include "many_avx512.h"
 #include "metric.h"
 
 /* >>the call, checked and with defaults filled in */
@@ -30,6 +32,8 @@ typedef struct tkvi_call {
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
+    const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
+    int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     int listen; /* statistics of this layer are wanted (learn.h) */
@@ -58,6 +62,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->tile = TKVI_ROWS;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -122,7 +127,7 @@ static void tkvi_visible(const tkvi_unit *u, int query, int *low, int *high) {
 }
 
 static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
-    return (n_queries * c->heads_per_kv + TKVI_ROWS - 1) / TKVI_ROWS;
+    return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
 static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
@@ -135,8 +140,8 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->seq_row = seq_row;
     u->n_queries = c->rows[item].n;
     u->head = head;
-    u->first = tile * TKVI_ROWS;
-    u->rows = tkvi_min(TKVI_ROWS, u->n_queries * c->heads_per_kv - u->first);
+    u->first = tile * c->tile;
+    u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = tkvi_round_up(cfg->head_dim, 16);
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(4, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
@@ -229,22 +234,31 @@ static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t
     }
 }
 
-static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+/* Row r of a unit, scaled, padded; returns its origin. */
+static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.head_dim, r, i;
+    const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
+    int dim = c->kv->tables.cfg.head_dim, i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
+    else
+        for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
+    for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+    for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
+        for (k = 0; k < 16; k++) row[i + k] = x[k];
+        for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
+    }
+    for (k = 0; k < 16; k++) origin += sum[k];
+    return (float)origin;
+}
+
+static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+    int r;
     q->order = NULL;
     tkvi_reference_key(u, q->ref);
-    for (r = 0; r < u->rows; r++) {
-        float *row = q->q + r * u->k_pad;
-        ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-        double origin = 0.0;
-        for (i = 0; i < dim; i++) {
-            row[i] = tkvi_element(c->p->q, c->p->q_type, at + i) * c->scale;
-            origin += (double)row[i] * (double)q->ref[i];
-        }
-        for (; i < u->k_pad; i++) row[i] = 0.0f;
-        q->origin[r] = (float)origin;
-    }
+    for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
 }
 
 /* >>scores of one block, with everything that changes or hides them */
@@ -594,20 +608,20 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, cons
     tkvi_meter_unlock(m);
 }
 
-/* The unit's rows go out; learned sinks join the sum. */
-static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+/* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
+static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, const tkvi_sums *s,
+                                      int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.v_head_dim, r, i;
+    int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
-        int head = tkvi_head_of(u, r), row = u->seq_row + tkvi_query_of(u, r);
-        float origin = c->p->softcap > 0.0f ? 0.0f : q->origin[r], weight = 1.0f;
-        ptrdiff_t at = row * c->out_row + head * c->out_head;
-        int empty = !(l[r] > 0.0f);
-        if (c->kv->tables.any_rotated && !empty) {
+        int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
+        float origin = c->p->softcap > 0.0f ? 0.0f : origins[r], weight = 1.0f, *row = o + r * u->v_pad;
+        ptrdiff_t at = query * c->out_row + head * c->out_head;
+        if (rotated && !empty) {
             float *turned = o + (TKVI_ROWS + r) * u->v_pad;
             tkvi_rotate_back(turned, dim);
-            for (i = 0; i < dim; i++) o[r * u->v_pad + i] += turned[i];
+            for (i = 0; i < dim; i++) row[i] += turned[i];
         }
         if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
             float sink = c->p->sinks[head] - origin;
@@ -622,11 +636,17 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const tkvi_queries *q,
                 l[r] += expf(sink - m[r]);
             }
         }
-        for (i = 0; i < dim; i++)
-            tkvi_save_element(c->p->out, c->p->out_type, at + i,
-                              empty ? 0.0f : o[r * u->v_pad + i] * weight / l[r]);
+        weight = empty ? 0.0f : weight / l[r];
+        for (i = 0; i < dim; i += 16) { /* vectors also at -O2 */
+            float x[16];
+            for (k = 0; k < 16; k++) x[k] = row[i + k] * weight;
+            for (k = 0; k < 16; k++) row[i + k] = x[k];
+        }
+        if (c->p->out_type == TKV_TYPE_F32) memcpy((char *)c->p->out + 4 * at, row, (size_t)dim * 4);
+        else
+            for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
-            c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + head] =
+            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
     }
 }
@@ -647,12 +667,12 @@ static int tkvi_count_units(const tkvi_call *c) {
 static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
     for (i = 0;; i++) {
-        int units = tkvi_tiles_of(c, c->rows[i].n) * heads;
-        if (number < units) {
-            tkvi_unit_init(u, c, i, row, number % heads, number / heads);
+        int tiles = tkvi_tiles_of(c, c->rows[i].n);
+        if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
+            tkvi_unit_init(u, c, i, row, number / tiles, number % tiles);
             return;
         }
-        number -= units;
+        number -= tiles * heads;
         row += c->rows[i].n;
     }
 }
@@ -676,30 +696,230 @@ static void tkvi_run_part(void *ctx, int index) {
 }
 
 /* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
+static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_unit *u, tkvi_queries *q,
+                        const tkvi_sums *sums, const tkvi_sums *here) {
+    int chunk, r;
+    memset(sums->o, 0, (size_t)TKVI_SUMS_FLOATS(u->v_pad) * sizeof(float));
+    for (chunk = 0; chunk < u->n_chunks; chunk++) {
+        tkvi_sums part = *here;
+        if (w->parts) part = tkvi_part_at(w, u, index, chunk);
+        else tkvi_part(u, q, chunk, &part);
+        for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, sums, &part);
+    }
+}
+
 static void tkvi_run_unit(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
     tkvi_unit u;
-    int chunk, r;
     tkvi_find_unit(w->call, index, &u);
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
-    memset(all, 0, (size_t)TKVI_SUMS_FLOATS(u.v_pad) * sizeof(float));
-    for (chunk = 0; chunk < u.n_chunks; chunk++) {
-        if (w->parts) part = tkvi_part_at(w, &u, index, chunk);
-        else tkvi_part(&u, &q, chunk, &part);
-        for (r = 0; r < u.rows; r++) tkvi_merge_row(&u, r, &sums, &part);
-    }
+    tkvi_add_up(w, index, &u, &q, &sums, &part);
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
-    if (w->call->meter) {
-        part = tkvi_sums_in(here, u.v_pad);
-        tkvi_measure(&u, &q, &sums, &part);
+    if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
+    tkvi_finish(&u, q.origin, &sums, tkvi_spaces(&u) > 1);
+}
+
+/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
+typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far[TKVI_MANY], origin[TKVI_MANY];
+    int lanes;
+} tkvi_many_sums;
+
+/* Queries of a unit, [channel][lanes], lanes without a row 0. */
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, int lanes, float *q,
+                                          float *origin) {
+    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    int first, r;
+    for (first = 0; first < lanes; first += 16) {
+        memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
+        for (r = first; r < tkvi_min(first + 16, u->rows); r++)
+            origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
+        u->call->many->turn(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
-    tkvi_finish(&u, &q, &sums);
+}
+
+/* Which tokens of a block lanes see; 0 if all lanes see all. */
+static int tkvi_see_lanes(const tkvi_unit *u, int start, int end, int32_t *low, int32_t *high) {
+    int r;
+    if (!u->changes && end - start == TKVI_BLOCK && start >= u->all_low && end <= u->all_high) return 0;
+    memset(low, 0, TKVI_MANY * sizeof *low);
+    memset(high, 0, TKVI_MANY * sizeof *high);
+    for (r = 0; r < u->rows; r++) {
+        int from, to;
+        tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
+        low[r] = from - start;
+        high[r] = tkvi_min(to, end) - start;
+    }
+    return 1;
+}
+
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int start, int n,
+                                            int lanes, float *scores) {
+    int r, t;
+    for (r = 0; r < u->rows; r++) {
+        float s[TKVI_BLOCK];
+        for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
+        tkvi_modify(u, r, origin[r], start, n, s);
+        for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
+    }
+}
+
+/* Whose p of a block count for `far`, as tkvi_add_far says; 0 if nobody's do. */
+static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
+    int r, any = 0;
+    if (!u->call->listen || i < u->list->sinks) return 0;
+    memset(hears, 0, TKVI_MANY * sizeof *hears);
+    for (r = 0; r < u->rows; r++)
+        if (tkvi_listens(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+            hears[r] = 1.0f;
+            any = 1;
+        }
+    return any;
+}
+
+/* The online softmax over all blocks. */
+static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_MANY], shrink[TKVI_MANY], hears[TKVI_MANY];
+    TKVI_ALIGNED int32_t low[TKVI_MANY], high[TKVI_MANY];
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_many *many = u->call->many;
+    const int lanes = sums->lanes;
+    tkvi_many_queries q;
+    tkvi_weighing w;
+    int i, r, rotated;
+    q.lanes = lanes;
+    q.coded = 0;
+    tkvi_reference_key(u, q.ref);
+    tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
+    memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
+    for (r = 0; r < TKVI_MANY; r++) {
+        sums->m[r] = TKVI_HIDDEN;
+        sums->l[r] = sums->far[r] = 0.0f;
+    }
+    w.s = scores;
+    w.lanes = lanes;
+    w.m = sums->m;
+    w.l = sums->l;
+    w.shrink = shrink;
+    w.high = high;
+    w.hears = hears;
+    for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
+        for (i = 0; i < u->list->n; i++) {
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
+            const uint8_t *bytes, *next = tkvi_next_record(u, i);
+            const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
+            if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            many->k(&rec->k, bytes, next, &q, end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise),
+                    scores);
+            if (u->changes) tkvi_modify_lanes(u, sums->origin, start, end - start, lanes, scores);
+            w.low = tkvi_see_lanes(u, start, end, low, high) ? low : NULL;
+            w.far = tkvi_hear_lanes(u, i, end, hears) ? sums->far : NULL;
+            if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            many->v(&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, scores, lanes, end - start,
+                    tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
+        }
+        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
+    }
+}
+
+static TKVI_NOINLINE void tkvi_many_listen(const tkvi_unit *u, const tkvi_sums *sums) {
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_load_queries(u, &q);
+    if (u->call->listen) tkvi_listen(u, &q, sums);
+    if (u->call->metric) tkvi_listen_queries(u, &q);
+}
+
+/* Eight rows of a unit */
+static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
+    tkvi_unit eight = *u;
+    eight.first += first;
+    eight.rows = tkvi_min(TKVI_ROWS, u->rows - first);
+    return eight;
+}
+
+/* Whoever wants to know of them is told, then they go out. */
+static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *from, int first) {
+    const tkvi_unit eight = tkvi_many_eight(u, first);
+    tkvi_sums sums;
+    sums.o = from->o + first * u->v_pad;
+    sums.m = from->m + first;
+    sums.l = from->l + first;
+    sums.far = from->far + first;
+    if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
+    tkvi_finish(&eight, from->origin + first, &sums, 0);
+}
+
+static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
+    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+    int i, r;
+    memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
+    for (r = 0; r < sums->lanes; r += 16)
+        for (i = 0; i < u->v_pad; i += 16)
+            u->call->many->turn(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
+                                u->v_pad);
+}
+
+static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
+    tkvi_many_sums sums;
+    int first;
+    sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
+    tkvi_many_blocks(u, &sums);
+    tkvi_many_in_rows(u, &sums);
+    for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
+}
+
+/* The quality meter compares kernels.h's scores with its own: rows that it samples are done again. */
+static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit *u) {
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED tkvi_queries q;
+    const tkvi_meter *m = u->call->kv->meter;
+    const tkvi_gauge *g = tkvi_gauge_of(u->call->kv->meter, u->call->plan->stored, u->head);
+    const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here, u->v_pad);
+    int r, samples = 0;
+    for (r = 0; g && r < u->rows; r++)
+        samples |= (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
+    if (!samples) return;
+    tkvi_load_queries(u, &q);
+    tkvi_add_up(w, 0, u, &q, &sums, &part);
+    tkvi_measure(u, &q, &sums, &part);
+}
+
+static void tkvi_run_many(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    tkvi_unit u;
+    int first;
+    tkvi_find_unit(w->call, index, &u);
+    tkvi_many_unit(&u);
+    for (first = 0; first < u.rows && w->call->meter; first += TKVI_ROWS) {
+        const tkvi_unit eight = tkvi_many_eight(&u, first);
+        tkvi_many_measure(w, &eight);
+    }
+}
+
+/* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
+ * scores must be the same ones again. */
+static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
+    const tkv_cache *kv = c->kv;
+    int i, b;
+    if (c->p->mass) return NULL;
+    for (i = 0; i < c->n_rows; i++) {
+        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
+        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
+        for (b = 0; b < list->n; b++) {
+            const tkvi_record *rec = kv->tables.coding[kv->pool.block[ids[b]].coding].record;
+            if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
+                return NULL;
+        }
+    }
+    return tkvi_many_of(kv->kernels->isa);
 }
 
 /* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
@@ -763,7 +983,7 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
     tkvi_work w;
-    int i, longest = 0;
+    int i, few, longest = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
     w.call = &c;
@@ -777,13 +997,18 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + 3) / 4);
-    if (w.n_chunks > 1 && w.n_units * w.n_chunks <= TKVI_MAX_PARTS && tkvi_take_parts(kv)) {
+    few = w.n_chunks > 1 && w.n_units * w.n_chunks <= TKVI_MAX_PARTS; /* the same for any number of threads */
+    if (few && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
         tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
         for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
         tkvi_leave_parts(kv);
-    } else {
+    } else if (few || !(c.many = tkvi_many_for(&c))) {
         tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
+    } else {
+        c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        tkvi_for(kv, tkvi_count_units(&c), tkvi_run_many, &w);
+        c.tile = TKVI_ROWS;
     }
     if (p->mass) tkvi_for(kv, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, tkvi_run_mass, &w);
     return TKV_OK;

@@ -43,6 +43,8 @@ extern "C" {
 #include "kernels_wasm.h"
 #include "kernels_128.h"
 #include "dispatch.h"
+#include "many.h"
+#include "many_avx512.h"
 #include "plan.h"
 #include "preset.h"
 #include "pool.h"
