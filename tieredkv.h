@@ -12991,7 +12991,7 @@ static void tkvi_metric_learn(tkv_cache *kv, int layer) {
     if (!ears || !kv->tables.plan[layer].squat) return;
     if (ears->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * ears->used))) return;
     for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
-    ears->used = ears->tokens;
+    ears->used = tkvi_min(TKVI_LEARN, ears->tokens);
     if (ears->tokens >= TKVI_LEARN) ears->tokens = -1;
 }
 
