@@ -449,7 +449,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
  * over all tiers. q is [n][n_heads][head_dim], out is [n][n_heads][v_head_dim], float. Query head h reads
  * KV head h / (n_heads / n_kv_heads). Only reads the cache: any number of threads may call this side by
- * side between writes. Never allocates; uses at most 96 KiB of stack. */
+ * side between writes. Never allocates; uses at most 128 KiB of stack. */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 
 /* Logit of query i (row), key j (position), head h, in this order:
