@@ -354,7 +354,9 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
     /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
     m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
     m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    k = _mm512_sub_epi32(_mm512_set1_epi32(14), _mm512_cvtps_epi32(_mm512_getexp_ps(_mm512_cvtepi32_ps(m))));
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
+                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
     b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
     tkvi_many_steps_avx512(
@@ -698,7 +700,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, cons
 /* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
 TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 y = _mm512_set1_ps(1.326472728e-03f);
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
