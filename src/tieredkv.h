@@ -42,6 +42,7 @@ extern "C" {
 #include "dispatch.h"
 #include "plan.h"
 #include "preset.h"
+#include "policy.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"
