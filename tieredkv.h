@@ -162,6 +162,12 @@
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_policy_init TKV_NAME_(tkv_policy_init)
+#define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
+#define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
+#define tkv_policy_read TKV_NAME_(tkv_policy_read)
+#define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
+#define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
@@ -653,6 +659,45 @@ TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_in
 /* Sums begin anew; copies stay. Counts as a write. */
 TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 
+/* >>pressure. A controller turns a stream of pressures (bytes held over bytes allowed, say) into a level of an ordered
+ * ladder, 0 the loosest: tight while the average is high, looser one level at a time when it has fallen. It knows
+ * no cache and owns no memory; a struct of the caller's holds it. Zero means default, as everywhere. */
+#define TKV_MAX_LEVELS 8
+typedef struct tkv_policy_config {
+    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
+    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
+    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;                       /* where it begins and never goes below */
+    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+} tkv_policy_config;
+
+typedef struct tkv_policy_info {
+    int level;
+    float average, last, peak;   /* of the pressures, 0 .. 1 */
+    float trend;                 /* moving average of the change from one sample to the next */
+    float left;                  /* samples until pressure 1 at that trend; -1: it does not rise */
+    uint64_t samples, refused;   /* refused: NaN or infinite, otherwise without effect */
+    uint64_t tightened, relaxed; /* levels up, levels down */
+} tkv_policy_info;
+
+typedef struct tkv_policy { /* of tkv_policy_init; read it through tkv_policy_read */
+    int lock;
+    tkv_policy_config cfg;
+    tkv_policy_info now;
+} tkv_policy;
+
+/* "default" (.80, .95, hysteresis .05, alpha .20), "fp16_only" (the same, never above level 0), "aggressive" (.50,
+ * .80, .05, .30, from level 1). TKV_ERR_ARG: there is no such profile, nothing changed. */
+TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name);
+/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: p is untouched. */
+TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason);
+/* One more pressure, cut to 0 .. 1; returns the level. From any thread (gcc, clang). Some ten ns. */
+TKV_API int tkv_policy_observe(tkv_policy *p, float pressure);
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from any thread */
+TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
+/* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
+TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
+
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
@@ -989,6 +1034,23 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
     while (u /= 10u);
     if (n < 0) digits[--i] = '-';
     tkvi_say(t, digits + i);
+}
+
+/* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
+static void tkvi_lock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) continue;
+#else
+    (void)lock;
+#endif
+}
+
+static void tkvi_unlock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+#else
+    (void)lock;
+#endif
 }
 
 #endif /* TKVI_BASE_H */
@@ -11316,6 +11378,159 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
 }
 
 #endif /* TKVI_PRESET_H */
+/* ======== policy.h ======== */
+/*
+ * policy.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level of
+ * an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ *
+ *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
+ *     average   -> tighten while it is at or above the next threshold
+ *               -> relax one level while it is below the present threshold less the hysteresis
+ *
+ * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
+ * clang) a controller belongs to one thread. May call base.
+ */
+#ifndef TKVI_POLICY_H
+#define TKVI_POLICY_H
+
+
+typedef struct tkvi_profile {
+    const char *name;
+    tkv_policy_config cfg;
+} tkvi_profile;
+
+static const tkvi_profile tkvi_profiles[] = {
+    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
+    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
+    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
+};
+
+TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
+        if (strcmp(name, tkvi_profiles[i].name) == 0) {
+            *cfg = tkvi_profiles[i].cfg;
+            return TKV_OK;
+        }
+    return TKV_ERR_ARG;
+}
+
+/* Levels above 0 that the thresholds give. */
+static int tkvi_policy_levels(const tkv_policy_config *cfg) {
+    int n = 0;
+    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
+    return n;
+}
+
+/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
+static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
+
+/* The config with its defaults filled in, or what is wrong with it. */
+static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
+    int i, n, any = 0;
+    *cfg = *from;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
+    if (!any) {
+        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
+        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
+    }
+    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
+    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
+    n = tkvi_policy_levels(cfg);
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
+        if (i < n ? !tkvi_within(cfg->threshold[i], 1e-6f, 1.0f) : tkvi_bits(cfg->threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, without gaps";
+        if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
+    }
+    if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
+    if (!tkvi_within(cfg->hysteresis, 0.0f, 1.0f) || cfg->hysteresis >= cfg->threshold[0])
+        return "hysteresis must be at least 0 and below the first threshold";
+    if (cfg->max_level == 0) cfg->max_level = n;
+    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->max_level < 0 || cfg->max_level > n)
+        return "max_level must be a level, TKV_NONE or 0 for the last";
+    if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    return NULL;
+}
+
+static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    int n = tkvi_policy_levels(cfg), had = level;
+    while (level < n && average >= cfg->threshold[level]) level++;
+    if (level == had && level > 0 && average < cfg->threshold[level - 1] - cfg->hysteresis) level--;
+    return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
+}
+
+TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    tkv_policy_config full;
+    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
+    level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
+    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
+}
+
+/* >>the controller */
+TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
+    tkv_policy_config none, full;
+    const char *wrong;
+    memset(&none, 0, sizeof none);
+    if (reason) *reason = "";
+    if (!p) return TKV_ERR_ARG;
+    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(p, 0, sizeof *p);
+    p->cfg = full;
+    p->now.level = full.min_level;
+    p->now.left = -1.0f;
+    return TKV_OK;
+}
+
+TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
+    tkv_policy_info *now;
+    int level;
+    if (!p) return 0;
+    now = &p->now;
+    tkvi_lock(&p->lock);
+    if (!tkvi_is_finite(pressure)) {
+        now->refused++;
+    } else {
+        const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
+        const float step = now->samples ? x - now->last : 0.0f;
+        now->average = now->samples ? now->average + a * (x - now->average) : x;
+        now->trend += a * (step - now->trend);
+        now->last = x;
+        now->peak = x > now->peak ? x : now->peak;
+        now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+        now->samples++;
+        level = tkvi_policy_target(&p->cfg, now->average, now->level);
+        if (level > now->level) now->tightened += (uint64_t)(level - now->level);
+        else now->relaxed += (uint64_t)(now->level - level);
+        now->level = level;
+    }
+    level = now->level;
+    tkvi_unlock(&p->lock);
+    return level;
+}
+
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
+    if (!p || !out) return TKV_ERR_ARG;
+    tkvi_lock(&p->lock);
+    *out = p->now;
+    tkvi_unlock(&p->lock);
+    return TKV_OK;
+}
+
+TKV_API void tkv_policy_reset(tkv_policy *p) {
+    if (!p) return;
+    tkvi_lock(&p->lock);
+    memset(&p->now, 0, sizeof p->now);
+    p->now.level = p->cfg.min_level;
+    p->now.left = -1.0f;
+    tkvi_unlock(&p->lock);
+}
+
+#endif /* TKVI_POLICY_H */
 /* ======== pool.h ======== */
 /*
  * pool.h - where blocks live: pages cut into slots, and the block table on top.
@@ -11823,23 +12038,6 @@ static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
     sum->error += more->error;
     sum->divergence += more->divergence;
     if (more->worst > sum->worst) sum->worst = more->worst;
-}
-
-/* Readers add and look at the same time. Without atomics there is no meter (tkvi_fill_defaults). */
-static void tkvi_meter_lock(tkvi_meter *m) {
-#if defined(__GNUC__) || defined(__clang__)
-    while (__atomic_exchange_n(&m->lock, 1, __ATOMIC_ACQUIRE)) continue;
-#else
-    (void)m;
-#endif
-}
-
-static void tkvi_meter_unlock(tkvi_meter *m) {
-#if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&m->lock, 0, __ATOMIC_RELEASE);
-#else
-    (void)m;
-#endif
 }
 
 #endif /* TKVI_METER_H */
@@ -14507,7 +14705,7 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
     int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
-    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
         for (c = 0; c < dim; c++) {
@@ -14517,17 +14715,17 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
         }
         if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
-    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+    tkvi_unlock(&kv->learning);
 }
 
 static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
-    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++)
         if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
             tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
-    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+    tkvi_unlock(&kv->learning);
 }
 #else /* without atomics nobody may write here: tables come from the keys alone */
 static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
@@ -14708,9 +14906,9 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, cons
         else tally.agreed++; /* nothing that could differ */
     }
     if (!tally.samples) return;
-    tkvi_meter_lock(m);
+    tkvi_lock(&m->lock);
     tkvi_tally_add(&g->sum, &tally);
-    tkvi_meter_unlock(m);
+    tkvi_unlock(&m->lock);
 }
 
 /* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
@@ -15334,13 +15532,13 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     out->seq = TKV_NONE;
     if (!m) return;
     memset(&sum, 0, sizeof sum);
-    tkvi_meter_lock(m);
+    tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
         if (layer < 0 || m->gauge[i].layer == layer) {
             tkvi_tally_add(&sum, &m->gauge[i].sum);
             out->heads++;
         }
-    tkvi_meter_unlock(m);
+    tkvi_unlock(&m->lock);
     out->every = m->every;
     out->seq = m->seq;
     out->samples = sum.samples;

@@ -74,6 +74,12 @@
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_policy_init TKV_NAME_(tkv_policy_init)
+#define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
+#define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
+#define tkv_policy_read TKV_NAME_(tkv_policy_read)
+#define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
+#define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
@@ -564,6 +570,45 @@ TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out);
 TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out);
 /* Sums begin anew; copies stay. Counts as a write. */
 TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
+
+/* >>pressure. A controller turns a stream of pressures (bytes held over bytes allowed, say) into a level of an ordered
+ * ladder, 0 the loosest: tight while the average is high, looser one level at a time when it has fallen. It knows
+ * no cache and owns no memory; a struct of the caller's holds it. Zero means default, as everywhere. */
+#define TKV_MAX_LEVELS 8
+typedef struct tkv_policy_config {
+    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
+    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
+    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;                       /* where it begins and never goes below */
+    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+} tkv_policy_config;
+
+typedef struct tkv_policy_info {
+    int level;
+    float average, last, peak;   /* of the pressures, 0 .. 1 */
+    float trend;                 /* moving average of the change from one sample to the next */
+    float left;                  /* samples until pressure 1 at that trend; -1: it does not rise */
+    uint64_t samples, refused;   /* refused: NaN or infinite, otherwise without effect */
+    uint64_t tightened, relaxed; /* levels up, levels down */
+} tkv_policy_info;
+
+typedef struct tkv_policy { /* of tkv_policy_init; read it through tkv_policy_read */
+    int lock;
+    tkv_policy_config cfg;
+    tkv_policy_info now;
+} tkv_policy;
+
+/* "default" (.80, .95, hysteresis .05, alpha .20), "fp16_only" (the same, never above level 0), "aggressive" (.50,
+ * .80, .05, .30, from level 1). TKV_ERR_ARG: there is no such profile, nothing changed. */
+TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name);
+/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: p is untouched. */
+TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason);
+/* One more pressure, cut to 0 .. 1; returns the level. From any thread (gcc, clang). Some ten ns. */
+TKV_API int tkv_policy_observe(tkv_policy *p, float pressure);
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from any thread */
+TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
+/* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
+TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

@@ -402,7 +402,7 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
     int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
-    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
         for (c = 0; c < dim; c++) {
@@ -412,17 +412,17 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
         }
         if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
-    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+    tkvi_unlock(&kv->learning);
 }
 
 static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
-    while (__atomic_exchange_n(&kv->learning, 1, __ATOMIC_ACQUIRE)) continue;
+    tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++)
         if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
             tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
-    __atomic_store_n(&kv->learning, 0, __ATOMIC_RELEASE);
+    tkvi_unlock(&kv->learning);
 }
 #else /* without atomics nobody may write here: tables come from the keys alone */
 static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
@@ -603,9 +603,9 @@ static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, cons
         else tally.agreed++; /* nothing that could differ */
     }
     if (!tally.samples) return;
-    tkvi_meter_lock(m);
+    tkvi_lock(&m->lock);
     tkvi_tally_add(&g->sum, &tally);
-    tkvi_meter_unlock(m);
+    tkvi_unlock(&m->lock);
 }
 
 /* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */

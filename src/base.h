@@ -284,4 +284,21 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
     tkvi_say(t, digits + i);
 }
 
+/* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
+static void tkvi_lock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) continue;
+#else
+    (void)lock;
+#endif
+}
+
+static void tkvi_unlock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+#else
+    (void)lock;
+#endif
+}
+
 #endif /* TKVI_BASE_H */

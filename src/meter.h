@@ -175,21 +175,4 @@ static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
     if (more->worst > sum->worst) sum->worst = more->worst;
 }
 
-/* Readers add and look at the same time. Without atomics there is no meter (tkvi_fill_defaults). */
-static void tkvi_meter_lock(tkvi_meter *m) {
-#if defined(__GNUC__) || defined(__clang__)
-    while (__atomic_exchange_n(&m->lock, 1, __ATOMIC_ACQUIRE)) continue;
-#else
-    (void)m;
-#endif
-}
-
-static void tkvi_meter_unlock(tkvi_meter *m) {
-#if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&m->lock, 0, __ATOMIC_RELEASE);
-#else
-    (void)m;
-#endif
-}
-
 #endif /* TKVI_METER_H */

@@ -73,13 +73,13 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     out->seq = TKV_NONE;
     if (!m) return;
     memset(&sum, 0, sizeof sum);
-    tkvi_meter_lock(m);
+    tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
         if (layer < 0 || m->gauge[i].layer == layer) {
             tkvi_tally_add(&sum, &m->gauge[i].sum);
             out->heads++;
         }
-    tkvi_meter_unlock(m);
+    tkvi_unlock(&m->lock);
     out->every = m->every;
     out->seq = m->seq;
     out->samples = sum.samples;

@@ -47,6 +47,7 @@ extern "C" {
 #include "many_avx512.h"
 #include "plan.h"
 #include "preset.h"
+#include "policy.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"

@@ -1,0 +1,312 @@
+/*
+ * test_policy.c - the pressure controller: its rule by hand, its numbers, what it refuses, many threads at once.
+ *
+ * The first half are the cases that the design it comes from names, with what that design had wrong (one idle sample
+ * let it fall two levels, a NaN froze it).
+ */
+#include "kit.h"
+
+#if !defined(__wasm__)
+#include <pthread.h>
+#endif
+
+static tkv_policy open_with(const tkv_policy_config *cfg) {
+    tkv_policy p;
+    const char *reason;
+    const tkv_status st = tkv_policy_init(&p, cfg, &reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+    return p;
+}
+
+static tkv_policy profile(const char *name) {
+    tkv_policy_config cfg;
+    CHECK_EQ(tkv_policy_profile(&cfg, name), TKV_OK);
+    return open_with(&cfg);
+}
+
+static int observe(tkv_policy *p, double pressure, int times) {
+    int level = -1;
+    while (times--) level = tkv_policy_observe(p, (float)pressure);
+    return level;
+}
+
+static tkv_policy_info info_of(tkv_policy *p) {
+    tkv_policy_info i;
+    CHECK_EQ(tkv_policy_read(p, &i), TKV_OK);
+    return i;
+}
+
+/* >>the cases of the design */
+TEST(starts_loose) {
+    tkv_policy p = open_with(NULL);
+    tkv_policy_info i = info_of(&p);
+    CHECK_EQ(i.level, 0);
+    CHECK_EQ(i.samples, 0);
+    CHECK_EQ(i.average, 0);
+    CHECK_EQ(i.left, -1);
+    CHECK_EQ(observe(&p, .6, 1), 0);
+    CHECK_EQ(observe(&p, .92, 20), 1);
+}
+
+TEST(low_pressure_stays) {
+    tkv_policy p = profile("default");
+    CHECK_EQ(observe(&p, .3, 100), 0);
+    CHECK_EQ(info_of(&p).tightened, 0);
+}
+
+TEST(climbs_and_counts) {
+    tkv_policy p = profile("default");
+    CHECK_EQ(observe(&p, .85, 40), 1);
+    CHECK_EQ(observe(&p, .98, 40), 2);
+    CHECK_EQ(info_of(&p).tightened, 2);
+    CHECK_EQ(info_of(&p).relaxed, 0);
+    CHECK_EQ(observe(&p, .93, 40), 2); /* above .95 - .05 */
+    CHECK_EQ(observe(&p, .05, 200), 0);
+    CHECK_EQ(info_of(&p).relaxed, 2);
+    CHECK_EQ(info_of(&p).samples, 320);
+}
+
+TEST(does_not_flap) {
+    tkv_policy p = profile("default");
+    tkv_policy_info i;
+    int n;
+    for (n = 0; n < 200; n++) observe(&p, n % 2 ? .82 : .78, 1);
+    i = info_of(&p);
+    CHECK_LE(i.tightened + i.relaxed, 1);
+}
+
+TEST(relaxes_one_level_at_a_time) {
+    tkv_policy p = profile("default");
+    CHECK_EQ(observe(&p, .98, 40), 2);
+    CHECK_EQ(observe(&p, 0, 1), 1); /* average .784: below .90, not below .75 */
+    CHECK_EQ(observe(&p, 0, 1), 0); /* .627 */
+}
+
+TEST(first_sample_seeds) {
+    tkv_policy p = profile("default");
+    CHECK_EQ(observe(&p, .97, 1), 2);
+    CHECK_NEAR(info_of(&p).average, .97, 1e-6);
+    observe(&p, .47, 1);
+    CHECK_NEAR(info_of(&p).average, .97 - .2 * .5, 1e-6);
+}
+
+TEST(profiles) {
+    tkv_policy p = profile("fp16_only");
+    tkv_policy_config cfg, same;
+    CHECK_EQ(observe(&p, 1, 100), 0);
+    p = profile("aggressive");
+    CHECK_EQ(info_of(&p).level, 1);
+    CHECK_EQ(observe(&p, 0, 50), 1); /* never below its least */
+    CHECK_EQ(observe(&p, .95, 30), 2);
+    CHECK_NEAR(p.cfg.alpha, .3, 1e-6);
+    CHECK_NEAR(p.cfg.threshold[0], .5, 1e-6);
+    CHECK_NEAR(p.cfg.threshold[1], .8, 1e-6);
+    CHECK_NEAR(p.cfg.hysteresis, .05, 1e-6);
+    CHECK_EQ(tkv_policy_profile(&cfg, "default"), TKV_OK);
+    same = cfg;
+    CHECK_EQ(tkv_policy_profile(&cfg, "best"), TKV_ERR_ARG);
+    CHECK_MEM(&cfg, &same, sizeof cfg);
+    CHECK_EQ(tkv_policy_profile(NULL, "default"), TKV_ERR_ARG);
+    CHECK_EQ(tkv_policy_profile(&cfg, NULL), TKV_ERR_ARG);
+}
+
+TEST(cuts_and_refuses) {
+    tkv_policy p = profile("default");
+    CHECK_EQ(observe(&p, -1, 1), 0);
+    CHECK_EQ(info_of(&p).average, 0);
+    observe(&p, 2, 1);
+    CHECK_NEAR(info_of(&p).average, .2, 1e-6);
+    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0x7fc00000u)), 0);
+    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0x7f800000u)), 0);
+    CHECK_EQ(tkv_policy_observe(&p, tkv_test_float(0xff800000u)), 0);
+    CHECK_NEAR(info_of(&p).average, .2, 1e-6);
+    CHECK_EQ(info_of(&p).samples, 2);
+    CHECK_EQ(info_of(&p).refused, 3);
+    CHECK_EQ(observe(&p, 1, 60), 2); /* a NaN froze the design's for ever */
+}
+
+TEST(reset) {
+    tkv_policy p = profile("aggressive"), fresh = profile("aggressive");
+    observe(&p, .99, 50);
+    CHECK_EQ(info_of(&p).level, 2);
+    tkv_policy_reset(&p);
+    CHECK_EQ(info_of(&p).level, 1);
+    CHECK_EQ(info_of(&p).samples, 0);
+    CHECK_EQ(observe(&p, .6, 1), observe(&fresh, .6, 1));
+    CHECK_NEAR(info_of(&p).average, info_of(&fresh).average, 0);
+}
+
+/* >>the rule, against every case by hand */
+TEST(rule) {
+    tkv_policy_config cfg;
+    static const struct {
+        double average;
+        int from, to;
+    } cases[] = {{.79, 0, 0}, {.80, 0, 1}, {.95, 0, 2}, {1.0, 0, 2}, {.94, 1, 1}, {.95, 1, 2}, {.76, 1, 1},
+                 {.74, 1, 0}, {.0, 1, 0},  {.91, 2, 2}, {.89, 2, 1}, {.0, 2, 1},  {.0, 7, 1},  {1.0, -3, 2}};
+    size_t i;
+    CHECK_EQ(tkv_policy_profile(&cfg, "default"), TKV_OK);
+    for (i = 0; i < sizeof cases / sizeof *cases; i++)
+        CHECK_MSG(tkv_policy_target(&cfg, (float)cases[i].average, cases[i].from) == cases[i].to,
+                  "%.2f from %d", cases[i].average, cases[i].from);
+    CHECK_EQ(tkv_policy_target(&cfg, tkv_test_float(0x7fc00000u), 1), 1);
+    cfg.alpha = 2;
+    CHECK_EQ(tkv_policy_target(&cfg, 1, 1), 0);
+    CHECK_EQ(tkv_policy_target(NULL, 1, 1), 0);
+}
+
+/* A ladder of seven levels, each with its own band; random pressures against a plain simulation. */
+TEST(long_ladders) {
+    tkv_policy_config cfg;
+    tkv_rng r = tkv_rng_seed(5);
+    tkv_policy p;
+    double average = 0, goal = 0;
+    int level = 1, n, i, moves = 0;
+    memset(&cfg, 0, sizeof cfg);
+    for (i = 0; i < 7; i++) cfg.threshold[i] = (float)(.3 + .1 * i);
+    cfg.hysteresis = .07f;
+    cfg.alpha = .4f;
+    cfg.min_level = 1;
+    cfg.max_level = 6;
+    p = open_with(&cfg);
+    for (n = 0; n < 20000; n++) {
+        double x, most = 0;
+        if (n % 50 == 0) goal = tkv_rng_uniform(&r);
+        x = goal + .2 * tkv_rng_uniform(&r) - .1;
+        x = (double)(float)(x < 0 ? 0 : x > 1 ? 1 : x);
+        average = n ? average + (double).4f * (x - average) : x;
+        for (i = 0; i < 7; i++) { /* too near to a border for floats: no case */
+            double d = average - (double)cfg.threshold[i], e = d + (double).07f;
+            most = d * d < 1e-10 || e * e < 1e-10 ? 1 : most;
+        }
+        if (most > 0) {
+            tkv_policy_reset(&p);
+            average = x, level = 1;
+            tkv_policy_observe(&p, (float)x);
+            level = info_of(&p).level;
+            continue;
+        }
+        {
+            int to = level;
+            while (to < 7 && average >= (double)cfg.threshold[to]) to++;
+            if (to == level && average < (double)cfg.threshold[to - 1] - (double).07f) to--;
+            to = to < 1 ? 1 : to > 6 ? 6 : to;
+            moves += to != level;
+            level = to;
+        }
+        CHECK_EQ(tkv_policy_observe(&p, (float)x), level);
+    }
+    CHECK_LE(1000, moves);
+}
+
+TEST(forecast) {
+    tkv_policy p = profile("default");
+    int n;
+    for (n = 0; n < 200; n++) observe(&p, .001 * n, 1);
+    CHECK_NEAR(info_of(&p).trend, .001, 1e-5);
+    CHECK_NEAR(info_of(&p).left, 801, 10);
+    CHECK_NEAR(info_of(&p).peak, .199, 1e-6);
+    observe(&p, .1, 300);
+    CHECK_EQ(info_of(&p).left, -1); /* it has fallen, or stands */
+    CHECK_NEAR(info_of(&p).peak, .199, 1e-6);
+    CHECK_NEAR(info_of(&p).last, .1, 1e-6);
+}
+
+TEST(bad_configs) {
+    static const struct {
+        float threshold[3], hysteresis, alpha;
+        int low, high;
+        const char *says;
+    } bad[] = {{{.9f, .8f, 0}, 0, 0, 0, 0, "rise"},         {{.5f, 1.5f, 0}, 0, 0, 0, 0, "thresholds"},
+               {{-.5f, 0, 0}, 0, 0, 0, 0, "thresholds"},    {{.5f, 0, .7f}, 0, 0, 0, 0, "gaps"},
+               {{0, .7f, 0}, 0, 0, 0, 0, "gaps"},           {{0, 0, 0}, .8f, 0, 0, 0, "hysteresis"},
+               {{0, 0, 0}, -.1f, 0, 0, 0, "hysteresis"},    {{0, 0, 0}, 0, -1, 0, 0, "alpha"},
+               {{0, 0, 0}, 0, 1.5f, 0, 0, "alpha"},         {{0, 0, 0}, 0, 0, 3, 0, "min_level"},
+               {{0, 0, 0}, 0, 0, 0, 3, "max_level"},        {{0, 0, 0}, 0, 0, 2, 1, "min_level"},
+               {{0, 0, 0}, 0, 0, 1, TKV_NONE, "min_level"}, {{0, 0, 0}, 0, 0, -1, 0, "min_level"},
+               {{0, 0, 0}, 0, 0, 0, -2, "max_level"}};
+    tkv_policy p = profile("default"), before = p;
+    tkv_policy_config cfg;
+    const char *reason;
+    int i;
+    for (i = 0; i < COUNT(bad); i++) {
+        memset(&cfg, 0, sizeof cfg);
+        memcpy(cfg.threshold, bad[i].threshold, sizeof bad[i].threshold);
+        cfg.hysteresis = bad[i].hysteresis;
+        cfg.alpha = bad[i].alpha;
+        cfg.min_level = bad[i].low;
+        cfg.max_level = bad[i].high;
+        CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, bad[i].says) != NULL, "case %d: %s", i, reason);
+        CHECK_EQ(tkv_policy_init(&p, &cfg, NULL), TKV_ERR_CONFIG);
+    }
+    for (i = 0; i < 9; i++) { /* a NaN in any number */
+        memset(&cfg, 0, sizeof cfg);
+        cfg.threshold[0] = .5f;
+        if (i < 7) cfg.threshold[i] = tkv_test_float(0x7fc00000u);
+        if (i == 7) cfg.hysteresis = tkv_test_float(0x7fc00000u);
+        if (i == 8) cfg.alpha = tkv_test_float(0x7fc00000u);
+        CHECK_EQ(tkv_policy_init(&p, &cfg, NULL), TKV_ERR_CONFIG);
+    }
+    CHECK_MEM(&p, &before, sizeof p);
+    CHECK_EQ(tkv_policy_init(NULL, NULL, &reason), TKV_ERR_ARG);
+    CHECK_EQ(tkv_policy_observe(NULL, 1), 0);
+    CHECK_EQ(tkv_policy_read(NULL, NULL), TKV_ERR_ARG);
+    tkv_policy_reset(NULL);
+}
+
+/* >>threads */
+#if !defined(__wasm__)
+enum { THREADS = 8, SAMPLES = 20000 };
+
+static void *watcher(void *arg) {
+    tkv_policy *p = (tkv_policy *)arg;
+    tkv_rng r = tkv_rng_seed(9);
+    int n;
+    for (n = 0; n < SAMPLES; n++) tkv_policy_observe(p, (float)tkv_rng_uniform(&r) * .4f + .6f);
+    return NULL;
+}
+#endif
+
+TEST(threads) {
+#if defined(__wasm__)
+    SKIP("no threads");
+#elif !defined(__GNUC__) && !defined(__clang__)
+    SKIP("no atomics");
+#else
+    tkv_policy p = profile("default");
+    tkv_policy_info i;
+    pthread_t t[THREADS];
+    int n;
+    for (n = 0; n < THREADS; n++) CHECK_EQ(pthread_create(&t[n], NULL, watcher, &p), 0);
+    for (n = 0; n < 1000; n++) { /* what is read always fits together */
+        i = info_of(&p);
+        if ((int64_t)i.tightened - (int64_t)i.relaxed != i.level) break;
+    }
+    CHECK_EQ(n, 1000);
+    for (n = 0; n < THREADS; n++) CHECK_EQ(pthread_join(t[n], NULL), 0);
+    i = info_of(&p);
+    CHECK_EQ(i.samples, (uint64_t)THREADS * SAMPLES);
+    CHECK_EQ((int64_t)i.tightened - (int64_t)i.relaxed, i.level);
+    CHECK(i.tightened > 0);
+#endif
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(starts_loose);
+    RUN(low_pressure_stays);
+    RUN(climbs_and_counts);
+    RUN(does_not_flap);
+    RUN(relaxes_one_level_at_a_time);
+    RUN(first_sample_seeds);
+    RUN(profiles);
+    RUN(cuts_and_refuses);
+    RUN(reset);
+    RUN(rule);
+    RUN(long_ladders);
+    RUN(forecast);
+    RUN(bad_configs);
+    RUN(threads);
+    return tkv_test_end();
+}
