@@ -4,6 +4,9 @@
  * The workers are real threads that take tasks in a random order, each the next one when it is done with
  * its last.
  */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 600 /* pthread_attr_setstack, posix_memalign */
+#endif
 #include "../tieredkv.h"
 #include "tkv_test.h"
 
@@ -476,6 +479,95 @@ TEST(figures_do_not_depend_on_threads) {
 #endif
 }
 
+/* >>the stack that attention and appending take (api.h names the number), by what is no longer painted */
+#if defined(__has_feature)
+#define HAS_FEATURE(x) __has_feature(x)
+#else
+#define HAS_FEATURE(x) 0
+#endif
+#if defined(__OPTIMIZE__) && defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) &&                        \
+    !defined(__SANITIZE_THREAD__) && !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer) &&    \
+    !HAS_FEATURE(memory_sanitizer)
+enum { STACK = 1 << 18, PROMISED = 128 << 10, WIDE = 256, QUERIES = 16 };
+
+typedef struct stack_call {
+    tkv_cache *kv;
+    const float *x; /* [64][WIDE], zeros after it */
+    float *out;
+    int n; /* queries; 0: appends 66 tokens instead */
+} stack_call;
+
+static void *on_a_stack(void *arg) {
+    const stack_call *c = (const stack_call *)arg;
+    int t, status = TKV_OK;
+    if (c->n) status |= tkv_attend(c->kv, 0, 0, c->x, c->n, c->out);
+    for (t = 0; !c->n && t < 66; t++) status |= tkv_append(c->kv, 0, 0, c->x, c->x, 1);
+    return status ? arg : NULL;
+}
+
+static int stack_of(stack_call *c, unsigned char *stack) {
+    pthread_attr_t attr;
+    pthread_t thread;
+    void *failed = NULL;
+    int at = 0;
+    memset(stack, 0xa5, STACK);
+    pthread_attr_init(&attr);
+    CHECK_EQ(pthread_attr_setstack(&attr, stack, STACK), 0);
+    CHECK_EQ(pthread_create(&thread, &attr, on_a_stack, c), 0);
+    pthread_join(thread, &failed);
+    pthread_attr_destroy(&attr);
+    CHECK(failed == NULL);
+    while (at < STACK && stack[at] == 0xa5) at++;
+    return STACK - at;
+}
+
+TEST(stack_is_as_promised) {
+    static const tkv_pair pairs[] = {{TKV_F16, TKV_F16},      {TKV_Q8, TKV_Q8},
+                                     {TKV_KIVI4, TKV_KIVI2},  {TKV_A30, TKV_R30},
+                                     {TKV_A40, TKV_R15},      {TKV_KVQUANT4, TKV_KVQUANT3},
+                                     {TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE2},
+                                     {TKV_FP8_E4M3, TKV_FP4}};
+    static const int queries[] = {0, 1, QUERIES};
+    unsigned char *stack = NULL;
+    float *x = (float *)calloc(64 * WIDE, sizeof *x), *out = (float *)calloc(QUERIES * 8 * WIDE, sizeof *out);
+    tkv_rng rng = tkv_rng_seed(3);
+    int i, meter, t, most = 0, used;
+    stack_call c;
+    if (posix_memalign((void **)&stack, 4096, STACK) || !x || !out) fail_hard("no memory");
+    tkv_rng_fill(&rng, x, 64 * WIDE, 1.0);
+    for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
+        for (meter = 0; meter < 2; meter++) {
+            tkv_config cfg = tkv_config_default();
+            cfg.n_layers = 1, cfg.n_heads = 8, cfg.n_kv_heads = 1, cfg.head_dim = WIDE;
+            cfg.warm = cfg.archive = pairs[i];
+            cfg.rope.dim = WIDE;
+            cfg.quality_heads = meter;
+            cfg.quality_every = meter;
+            cfg.isa = tkv_test_isa();
+            memset(&c, 0, sizeof c);
+            c.x = x, c.out = out;
+            if (tkv_create(&cfg, &c.kv) != TKV_OK) fail_hard("no cache");
+            for (t = 0; t < 4; t++) CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
+            CHECK_EQ(tkv_flush(c.kv, 0, TKV_FLUSH_FULL), TKV_OK);
+            CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
+            for (t = 0; t < 3; t++) {
+                c.n = queries[t];
+                used = stack_of(&c, stack);
+                CHECK_MSG(used <= PROMISED, "%d bytes: %s, %d queries, meter %d", used,
+                          tkv_format_name(pairs[i].k), c.n, meter);
+                most = used > most ? used : most;
+            }
+            tkv_destroy(c.kv);
+        }
+    CHECK_LE(16384, most); /* paint is there */
+    free(stack);
+    free(x);
+    free(out);
+}
+#else
+TEST(stack_is_as_promised) { SKIP("not as users build it"); }
+#endif
+
 #else /* no threads here */
 #define NO_THREADS_(name)                                                                                    \
     TEST(name) { SKIP("no threads here"); }
@@ -489,6 +581,7 @@ NO_THREADS_(figures_do_not_depend_on_threads)
 NO_THREADS_(both_cuts_are_used)
 NO_THREADS_(callers_side_by_side)
 NO_THREADS_(callers_with_workers)
+NO_THREADS_(stack_is_as_promised)
 #endif
 
 int main(int argc, char **argv) {
@@ -503,5 +596,6 @@ int main(int argc, char **argv) {
     RUN(callers_with_workers);
     RUN(tables_do_not_depend_on_threads);
     RUN(figures_do_not_depend_on_threads);
+    RUN(stack_is_as_promised);
     return tkv_test_end();
 }
