@@ -5262,7 +5262,9 @@ typedef struct tkvi_row_steps {
     /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
     void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
     void (*stand)(tkvi_rows *r);
-    void (*floats)(tkvi_rows *r);
+    /* The first n channels of token t, as floats before any rotation. [side][1: levels have a sign] */
+    void (*row[2][2])(const tkvi_rows *r, int t, int n, float *to);
+    void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
 } tkvi_row_steps;
 
 static tkvi_tile_parts tkvi_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
@@ -5323,6 +5325,24 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
     }
 }
 
+/* All rows as floats, rotated ones turned back. */
+static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const tkvi_side *s = r->s;
+    void (*row)(const tkvi_rows *, int, int, float *) = v->row[s->which == TKV_V][s->levels != NULL];
+    float *to = r->x;
+    int t;
+    if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
+    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
+        if (!s->format->rotated) {
+            row(r, t, s->dim, to);
+            continue;
+        }
+        row(r, t, TKV_MAX_HEAD_DIM, y);
+        v->unrotate(y, signs, s->dim, to);
+    }
+}
+
 static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_helpers *help,
                            const uint8_t *src, int first, int n, float *x, size_t stride) {
     tkvi_rows r;
@@ -5339,7 +5359,7 @@ static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tk
     } else {
         tkvi_rows_v(v, &r, src);
     }
-    v->floats(&r);
+    tkvi_rows_floats(v, &r);
 }
 
 /* >>AVX2 */
@@ -5478,36 +5498,31 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
     }
 }
 
-TKVI_FLAT_AVX2 void tkvi_each_row_avx2(const tkvi_rows *r, const int k, const int with_sign) {
-    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const int dim = r->s->dim, log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    float *to = r->x;
-    int t, c;
-    if (r->s->format->rotated) tkvi_flips_avx2(flip, r->s->pad);
-    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
-        if (!r->s->format->rotated) {
-            tkvi_row_avx2(r, t, k, with_sign, dim, to);
-            continue;
-        }
-        tkvi_row_avx2(r, t, k, with_sign, TKV_MAX_HEAD_DIM, y);
-        if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
-        (void)tkvi_window_avx2(y, NULL, y, log2n);
-        for (c = 0; c < dim; c += 8)
-            tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(flip + c)),
-                                dim - c);
+#define TKVI_ROW_(name, k, with_sign)                                                                        \
+    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_rows *r, int t, int n, float *to) {       \
+        tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
     }
+TKVI_ROW_(k, 1, 0)
+TKVI_ROW_(k_signed, 1, 1)
+TKVI_ROW_(v, 0, 0)
+TKVI_ROW_(v_signed, 0, 1)
+#undef TKVI_ROW_
+
+static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
+    (void)tkvi_window_avx2(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += 8)
+        tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_floats_avx2(tkvi_rows *r) {
-    const int with_sign = r->s->levels != NULL;
-    if (r->s->which == TKV_V && with_sign) tkvi_each_row_avx2(r, 0, 1);
-    else if (r->s->which == TKV_V) tkvi_each_row_avx2(r, 0, 0);
-    else if (with_sign) tkvi_each_row_avx2(r, 1, 1);
-    else tkvi_each_row_avx2(r, 1, 0);
-}
-
-static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2, tkvi_slab_avx2,
-                                                   tkvi_stand_rows_avx2, tkvi_floats_avx2};
+static const tkvi_row_steps tkvi_row_steps_avx2 = {
+    tkvi_four_columns_avx2,
+    tkvi_slab_avx2,
+    tkvi_stand_rows_avx2,
+    {{tkvi_row_k_avx2, tkvi_row_k_signed_avx2}, {tkvi_row_v_avx2, tkvi_row_v_signed_avx2}},
+    tkvi_unrotate_avx2};
 
 static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                   int n, float *x, size_t stride) {
@@ -5640,36 +5655,32 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
     }
 }
 
-TKVI_FLAT_AVX512 void tkvi_each_row_avx512(const tkvi_rows *r, const int k, const int with_sign) {
-    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const int dim = r->s->dim, log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    float *to = r->x;
-    int t, c;
-    if (r->s->format->rotated) tkvi_flips_avx2(flip, r->s->pad);
-    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
-        if (!r->s->format->rotated) {
-            tkvi_row_avx512(r, t, k, with_sign, dim, to);
-            continue;
-        }
-        tkvi_row_avx512(r, t, k, with_sign, TKV_MAX_HEAD_DIM, y);
-        if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
-        (void)tkvi_window_avx512(y, NULL, y, log2n);
-        for (c = 0; c < dim; c += 16)
-            tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(flip + c)),
-                                  dim - c);
+#define TKVI_ROW_(name, k, with_sign)                                                                        \
+    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_rows *r, int t, int n, float *to) {   \
+        tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
     }
+TKVI_ROW_(k, 1, 0)
+TKVI_ROW_(k_signed, 1, 1)
+TKVI_ROW_(v, 0, 0)
+TKVI_ROW_(v_signed, 0, 1)
+#undef TKVI_ROW_
+
+static TKVI_TARGET_AVX512 void tkvi_unrotate_avx512(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
+    (void)tkvi_window_avx512(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += 16)
+        tkvi_save_some_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
+                              dim - c);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_floats_avx512(tkvi_rows *r) {
-    const int with_sign = r->s->levels != NULL;
-    if (r->s->which == TKV_V && with_sign) tkvi_each_row_avx512(r, 0, 1);
-    else if (r->s->which == TKV_V) tkvi_each_row_avx512(r, 0, 0);
-    else if (with_sign) tkvi_each_row_avx512(r, 1, 1);
-    else tkvi_each_row_avx512(r, 1, 0);
-}
-
-static const tkvi_row_steps tkvi_row_steps_avx512 = {tkvi_four_columns_avx512, tkvi_slab_avx512,
-                                                     tkvi_stand_rows_avx512, tkvi_floats_avx512};
+static const tkvi_row_steps tkvi_row_steps_avx512 = {
+    tkvi_four_columns_avx512,
+    tkvi_slab_avx512,
+    tkvi_stand_rows_avx512,
+    {{tkvi_row_k_avx512, tkvi_row_k_signed_avx512}, {tkvi_row_v_avx512, tkvi_row_v_signed_avx512}},
+    tkvi_unrotate_avx512};
 
 static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,
                                     int first, int n, float *x, size_t stride) {
