@@ -9681,8 +9681,8 @@ typedef struct tkvi_weighing {
     const int32_t *low, *high; /* tokens low .. high-1 of the block are seen; NULL: all are */
     float *m, *l;              /* as good as the maximum, and the sum of p, so far */
     float *shrink;             /* out: what sums so far are to be multiplied by, if 1 is returned */
-    float *far;                /* sum of p^2, or NULL */
-    const float *hears;        /* 1 where p of this block count for `far`, else 0 */
+    float *far;                /* sum of p^2 so far, or NULL */
+    const float *hears;        /* 1 where p of this block count for `far`, else 0; NULL: nowhere */
 } tkvi_weighing;
 
 /* Rows of queries, and what k keeps of them from block to block. */
@@ -10474,12 +10474,12 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
         if (!w->far) continue;
-        for (t = 0; t < TKVI_BLOCK; t++) {
+        for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
             far = _mm512_fmadd_ps(y, y, far);
         }
+        if (w->hears) far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
         by = _mm512_mul_ps(by, by);
-        far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
         _mm512_storeu_ps(w->far + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->far + v), by, far));
     }
     return shrinks != 0;
@@ -15123,7 +15123,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.hears = hears;
+    w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
@@ -15134,7 +15134,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
                     scores);
             if (u->changes) tkvi_modify_lanes(u, sums->origin, start, end - start, lanes, scores);
             w.low = tkvi_see_lanes(u, start, end, low, high) ? low : NULL;
-            w.far = tkvi_hear_lanes(u, i, end, hears) ? sums->far : NULL;
+            w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             many->v(&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, scores, lanes, end - start,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);

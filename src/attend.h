@@ -809,7 +809,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.hears = hears;
+    w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
@@ -820,7 +820,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
                     scores);
             if (u->changes) tkvi_modify_lanes(u, sums->origin, start, end - start, lanes, scores);
             w.low = tkvi_see_lanes(u, start, end, low, high) ? low : NULL;
-            w.far = tkvi_hear_lanes(u, i, end, hears) ? sums->far : NULL;
+            w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             many->v(&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, scores, lanes, end - start,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);

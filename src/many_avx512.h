@@ -756,12 +756,12 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
         if (!w->far) continue;
-        for (t = 0; t < TKVI_BLOCK; t++) {
+        for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
             far = _mm512_fmadd_ps(y, y, far);
         }
+        if (w->hears) far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
         by = _mm512_mul_ps(by, by);
-        far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
         _mm512_storeu_ps(w->far + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->far + v), by, far));
     }
     return shrinks != 0;
