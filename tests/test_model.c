@@ -333,7 +333,7 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
     cfg.warm.k = cfg.warm.v = TKV_KIVI4;
     cfg.archive.k = cfg.archive.v = TKV_KIVI2;
     cfg.warm_tokens = 128; /* so that the archive gets its share */
-    cfg.precise = 1; /* kernels of many queries round in another order than those of one */
+    cfg.precise = 1;       /* kernels of many queries round in another order than those of one */
     a = new_cache(m, &cfg);
     b = new_cache(m, &cfg);
     *far = 0;
