@@ -12083,8 +12083,11 @@ typedef struct tkvi_seq {
 } tkvi_seq;
 
 /* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
-#define TKVI_MAX_CHUNKS 16 /* of a key range, per KV head */
-#define TKVI_MAX_PARTS 128 /* chunks in flight */
+#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
+#define TKVI_MIN_CHUNK 8                                             /* blocks */
+#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
+#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attend.h */
 
 /* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
  * keys this far back count as far. */
@@ -12272,7 +12275,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (2 * v_pad + 3)) * sizeof(float));
+        s->parts = tkvi_align_up((size_t)TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
     if (h->any_squat) {
         size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
@@ -14458,7 +14461,7 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = tkvi_round_up(cfg->head_dim, 16);
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
-    u->chunk = tkvi_max(4, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
+    u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->low = u->all_high = u->list->len;
     u->high = u->all_low = 0;
@@ -14487,10 +14490,9 @@ typedef struct tkvi_queries {
 typedef struct tkvi_sums {
     float *m, *l; /* [TKVI_ROWS] */
     float *far;   /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
-    float *o;     /* [1 or 2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+    float *any;   /* [2] not 0: that half of o has been added to */
+    float *o;     /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
 } tkvi_sums;
-
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3))
 
 static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
 
@@ -14500,6 +14502,7 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     s.m = memory + 2 * TKVI_ROWS * v_pad;
     s.l = s.m + TKVI_ROWS;
     s.far = s.l + TKVI_ROWS;
+    s.any = s.far + TKVI_ROWS;
     return s;
 }
 
@@ -14524,9 +14527,8 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int end = tkvi_block_end(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        tkvi_decode_side(&rec->k, bytes,
-                         i == 0 ? 0 : end - 1 - start - (i == 1 && from == last && end - start > 2), 1,
-                         key[i], 0);
+        tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
+                    i == 0 ? 0 : end - 1 - start - (i == 1 && from == last && end - start > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
@@ -14651,12 +14653,18 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p
     }
 }
 
+/* Most parts add to one half of o only. */
+static void tkvi_begin_space(const tkvi_unit *u, const tkvi_sums *sums, int space) {
+    if (sums->any[space] > 0.0f) return;
+    sums->any[space] = 1.0f;
+    memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+}
+
 static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
-    for (space = 0; space < tkvi_spaces(u); space++)
-        memset(sums->o + space * stride, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    sums->any[0] = sums->any[1] = 0.0f;
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far[r] = 0.0f;
@@ -14671,8 +14679,9 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         for (r = 0; r < u->rows; r++) {
             if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
                 float shrink = expf(before[r] - sums->m[r]);
-                for (space = 0; space < tkvi_spaces(u); space++)
-                    tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                for (space = 0; space < 2; space++)
+                    if (sums->any[space] > 0.0f)
+                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
                 sums->l[r] *= shrink;
                 sums->far[r] *= shrink * shrink;
             }
@@ -14680,34 +14689,44 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         }
         if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
+        space = rec->v.format->rotated;
+        tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](
             &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
             tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
-            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + (rec->v.format->rotated ? stride : 0));
+            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + space * stride);
     }
 }
 
 /* Row r of the sums grows by that of another set of keys. */
-static TKVI_NOINLINE void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to,
-                                         const tkvi_sums *from) {
+static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
     float a, b;
-    int i, k, space;
+    int i, k, space, first = !(to->l[r] > 0.0f);
     if (!(from->l[r] > 0.0f)) return;
-    a = from->m[r] > to->m[r] ? expf(to->m[r] - from->m[r]) : 1.0f;
-    b = from->m[r] > to->m[r] ? 1.0f : expf(from->m[r] - to->m[r]);
-    if (!(to->l[r] > 0.0f)) {
-        a = 0.0f;
-        b = 1.0f;
-    }
+    a = from->m[r] > to->m[r] && !first ? expf(to->m[r] - from->m[r]) : 1.0f;
+    b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
     to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
-    to->l[r] = to->l[r] * a + from->l[r] * b;
-    to->far[r] = to->far[r] * a * a + from->far[r] * b * b;
-    for (space = 0; space < tkvi_spaces(u); space++) {
+    to->l[r] = first ? from->l[r] : to->l[r] * a + from->l[r] * b;
+    to->far[r] = first ? from->far[r] : to->far[r] * a * a + from->far[r] * b * b;
+    for (space = 0; space < 2; space++) {
         float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
         const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
-        for (i = 0; i < u->v_pad; i += 16)
-            for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+        if (!(from->any[space] > 0.0f)) {
+            if (to->any[space] > 0.0f && a < 1.0f) tkvi_shrink(o, u->v_pad, a);
+        } else if (first) {
+            memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
+        } else {
+            for (i = 0; i < u->v_pad; i += 16)
+                for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+        }
     }
+}
+
+static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, const tkvi_sums *from) {
+    int r, space;
+    for (space = 0; space < 2; space++)
+        if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
+    for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
 }
 
 /* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
@@ -14855,10 +14874,10 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
 }
 
 /* Output of a row, rotated values turned back, before learned sinks and the division. */
-static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, float *row) {
+static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
-    if (tkvi_spaces(u) == 2) {
+    if (rotated) {
         memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
         tkvi_rotate_back(row, dim);
     }
@@ -14881,8 +14900,8 @@ static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, 
     }
     a = exp((double)row->m - lse);
     b = exp((double)s->m[r] - cached);
-    tkvi_whole_row(u, r, o, x);
-    tkvi_whole_row(u, r, s->o, y);
+    tkvi_whole_row(u, r, o, tkvi_spaces(u) > 1, x);
+    tkvi_whole_row(u, r, s->o, s->any[1] > 0.0f, y);
     for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
@@ -15012,14 +15031,15 @@ static void tkvi_run_part(void *ctx, int index) {
 /* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
 static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_unit *u, tkvi_queries *q,
                         const tkvi_sums *sums, const tkvi_sums *here) {
-    int chunk, r;
-    memset(sums->o, 0, (size_t)TKVI_SUMS_FLOATS(u->v_pad) * sizeof(float));
-    for (chunk = 0; chunk < u->n_chunks; chunk++) {
+    int chunk;
+    tkvi_part(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
         tkvi_sums part = *here;
         if (w->parts) part = tkvi_part_at(w, u, index, chunk);
         else tkvi_part(u, q, chunk, &part);
-        for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, sums, &part);
+        tkvi_merge(u, sums, &part);
     }
+    tkvi_begin_space(u, sums, 0);
 }
 
 static void tkvi_run_unit(void *ctx, int index) {
@@ -15036,7 +15056,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
-    tkvi_finish(&u, q.origin, &sums, tkvi_spaces(&u) > 1);
+    tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
 }
 
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
@@ -15310,9 +15330,10 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
-    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + 3) / 4);
-    few = w.n_chunks > 1 && w.n_units * w.n_chunks <= TKVI_MAX_PARTS; /* the same for any number of threads */
-    if (few && tkvi_take_parts(kv)) {
+    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
+    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
+          w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
+    if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
         tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
         for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);

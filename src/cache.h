@@ -30,8 +30,11 @@ typedef struct tkvi_seq {
 } tkvi_seq;
 
 /* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
-#define TKVI_MAX_CHUNKS 16 /* of a key range, per KV head */
-#define TKVI_MAX_PARTS 128 /* chunks in flight */
+#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
+#define TKVI_MIN_CHUNK 8                                             /* blocks */
+#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
+#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attend.h */
 
 /* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
  * keys this far back count as far. */
@@ -219,7 +222,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_ROWS * (2 * v_pad + 3)) * sizeof(float));
+        s->parts = tkvi_align_up((size_t)TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
     if (h->any_squat) {
         size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
