@@ -12275,7 +12275,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad) * sizeof(float));
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
     if (h->any_squat) {
         size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
