@@ -132,6 +132,7 @@
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
 #define tkv_begin TKV_NAME_(tkv_begin)
+#define tkv_budget TKV_NAME_(tkv_budget)
 #define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
 #define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
 #define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
@@ -159,9 +160,12 @@
 #define tkv_isa_of TKV_NAME_(tkv_isa_of)
 #define tkv_last_error TKV_NAME_(tkv_last_error)
 #define tkv_layer_len TKV_NAME_(tkv_layer_len)
+#define tkv_maintain TKV_NAME_(tkv_maintain)
+#define tkv_max_context TKV_NAME_(tkv_max_context)
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
@@ -177,6 +181,9 @@
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
+#define tkv_set_budget TKV_NAME_(tkv_set_budget)
+#define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
+#define tkv_set_level TKV_NAME_(tkv_set_level)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
@@ -210,9 +217,11 @@ extern "C" {
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
-    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")
+    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
+    X(TKV_ERR_BUDGET, -12,                                                                                   \
+      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -12 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -13 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
@@ -339,6 +348,40 @@ typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cach
     int no_cache; /* 1: this layer has no K and V at all (a state-space layer, say) */
 } tkv_layer_config;
 
+/* >>ladder: how tight the tiers are, from loose to tight; entry 0 is where a cache begins. Lengths and formats
+ * of 0 are the cache's own; hot_tokens = TKV_ALL keeps everything exact. What a layer says of itself holds at
+ * every level. */
+#define TKV_MAX_LEVELS 8
+typedef struct tkv_level {
+    int hot_tokens, warm_tokens;
+    tkv_pair warm, archive;
+} tkv_level;
+
+/* When to go to another level, see tkv_policy_init and tkv_budget. */
+typedef struct tkv_policy_config {
+    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
+    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
+    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;                       /* where it begins and never goes below */
+    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+} tkv_policy_config;
+
+/* >>events, for logs and counters. Called from the call that causes them, which is not over then: it must not call the
+ * cache but for reports. */
+typedef enum tkv_event_kind {
+    TKV_EVENT_LEVEL = 0, /* the cache went from level `from` to level `to` */
+    TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
+    TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
+    TKV_EVENT_COUNT
+} tkv_event_kind;
+typedef struct tkv_event {
+    tkv_event_kind kind;
+    int layer, from, to; /* what does not apply is -1 */
+    size_t bytes;        /* of LEVEL: in use */
+    const char *text;    /* a sentence, valid during the call */
+} tkv_event;
+typedef void (*tkv_on_event)(void *user, const tkv_event *event);
+
 typedef struct tkv_config {
     uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
     /* the model */
@@ -368,6 +411,13 @@ typedef struct tkv_config {
     int window;      /* sliding window of all layers; 0: none */
     tkv_pair hot, warm, archive;
     const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
+    /* the budget, see tkv_budget */
+    size_t budget_bytes;     /* of everything that the cache holds, at any moment; 0: none */
+    const tkv_level *ladder; /* n_levels of them, at most TKV_MAX_LEVELS, not kept; NULL: see tkv_budget */
+    int n_levels;
+    tkv_policy_config policy;
+    tkv_on_event on_event; /* NULL: nobody wants to know */
+    void *event_user;
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -662,15 +712,6 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 /* >>pressure. A controller turns a stream of pressures (bytes held over bytes allowed, say) into a level of an ordered
  * ladder, 0 the loosest: tight while the average is high, looser one level at a time when it has fallen. It knows
  * no cache and owns no memory; a struct of the caller's holds it. Zero means default, as everywhere. */
-#define TKV_MAX_LEVELS 8
-typedef struct tkv_policy_config {
-    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
-    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
-    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level;                       /* where it begins and never goes below */
-    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
-} tkv_policy_config;
-
 typedef struct tkv_policy_info {
     int level;
     float average, last, peak;   /* of the pressures, 0 .. 1 */
@@ -697,6 +738,50 @@ TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from
 TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
 /* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
+
+/* >>budget. With cfg.budget_bytes a cache is exact until memory says otherwise. Everything that it holds counts: pages,
+ * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in place
+ * the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget, the
+ * cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per append, as
+ * many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
+ *     0  everything exact                                3  the plan of the config (warm, then archive)
+ *     1  8 bits behind hot_tokens                        4  archive A25 + R20
+ *     2  4 bits behind hot_tokens                        5  archive A20 + R15
+ * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
+ * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
+ * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
+ * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
+ * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded.
+ * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
+typedef struct tkv_budget_info {
+    size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
+    int level, n_levels;
+    tkv_policy_info policy;           /* average, trend, forecast in appends; levels up and down */
+    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks that came to the format of a level because of bytes */
+    uint64_t demoted;                 /* blocks recoded in all, those that were due by age included */
+    uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
+    uint64_t pending;                 /* blocks that the present level would still recode. O(blocks) */
+} tkv_budget_info;
+TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
+/* Another budget from now on; a lower one tightens at once. 0: none, the static plan of the present level; not for
+ * a cache in place, whose budget is at most the memory it has. TKV_ERR_BUDGET: what is there does not fit, nothing
+ * changed. TKV_ERR_ARG: the cache was created without a budget. */
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
+/* To a level of the ladder, within cfg.policy; with a budget the policy goes on from there. Tighter: stored
+ * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level. */
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to 2^30 - 1. */
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
+/* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
+ * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
+/* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
+ * above the cache's own. TKV_ERR_ARG: not a number. */
+TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
+/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
+ * nothing. TKV_ERR_ARG without a budget. */
+TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -942,6 +1027,7 @@ static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_
 typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
+    size_t limit; /* never more than this; 0: no limit */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
@@ -970,7 +1056,9 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 #endif
 
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
-    void *p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
+    void *p;
+    if (heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held)) return NULL;
+    p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;
         if (heap->held > heap->peak) heap->peak = heap->held;
@@ -10593,6 +10681,174 @@ static const tkvi_many *tkvi_many_of(tkv_isa isa) {
 }
 
 #endif /* TKVI_MANY_AVX512_H */
+/* ======== policy.h ======== */
+/*
+ * policy.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level of
+ * an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ *
+ *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
+ *     average   -> tighten while it is at or above the next threshold
+ *               -> relax one level while it is below the present threshold less the hysteresis
+ *
+ * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
+ * clang) a controller belongs to one thread. May call base.
+ */
+#ifndef TKVI_POLICY_H
+#define TKVI_POLICY_H
+
+
+typedef struct tkvi_profile {
+    const char *name;
+    tkv_policy_config cfg;
+} tkvi_profile;
+
+static const tkvi_profile tkvi_profiles[] = {
+    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
+    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
+    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
+};
+
+TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
+        if (strcmp(name, tkvi_profiles[i].name) == 0) {
+            *cfg = tkvi_profiles[i].cfg;
+            return TKV_OK;
+        }
+    return TKV_ERR_ARG;
+}
+
+/* Levels above 0 that the thresholds give. */
+static int tkvi_policy_levels(const tkv_policy_config *cfg) {
+    int n = 0;
+    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
+    return n;
+}
+
+/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
+static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
+
+/* The config with its defaults filled in, or what is wrong with it. */
+static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
+    int i, n, any = 0;
+    *cfg = *from;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
+    if (!any) {
+        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
+        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
+    }
+    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
+    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
+    n = tkvi_policy_levels(cfg);
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
+        if (i < n ? !tkvi_within(cfg->threshold[i], 1e-6f, 1.0f) : tkvi_bits(cfg->threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, without gaps";
+        if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
+    }
+    if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
+    if (!tkvi_within(cfg->hysteresis, 0.0f, 1.0f) || cfg->hysteresis >= cfg->threshold[0])
+        return "hysteresis must be at least 0 and below the first threshold";
+    if (cfg->max_level == 0) cfg->max_level = n;
+    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->max_level < 0 || cfg->max_level > n)
+        return "max_level must be a level, TKV_NONE or 0 for the last";
+    if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    return NULL;
+}
+
+static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    int n = tkvi_policy_levels(cfg), had = level;
+    while (level < n && average >= cfg->threshold[level]) level++;
+    if (level == had && level > 0 && average < cfg->threshold[level - 1] - cfg->hysteresis) level--;
+    return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
+}
+
+TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    tkv_policy_config full;
+    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
+    level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
+    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
+}
+
+/* >>the controller */
+TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
+    tkv_policy_config none, full;
+    const char *wrong;
+    memset(&none, 0, sizeof none);
+    if (reason) *reason = "";
+    if (!p) return TKV_ERR_ARG;
+    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(p, 0, sizeof *p);
+    p->cfg = full;
+    p->now.level = full.min_level;
+    p->now.left = -1.0f;
+    return TKV_OK;
+}
+
+/* The averages take one more pressure, a number; the level stays. */
+static void tkvi_policy_take(tkv_policy *p, float pressure) {
+    tkv_policy_info *now = &p->now;
+    const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
+    const float step = now->samples ? x - now->last : 0.0f;
+    now->average = now->samples ? now->average + a * (x - now->average) : x;
+    now->trend += a * (step - now->trend);
+    now->last = x;
+    now->peak = x > now->peak ? x : now->peak;
+    now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+    now->samples++;
+}
+
+static void tkvi_policy_move(tkv_policy_info *now, int level) {
+    if (level > now->level) now->tightened += (uint64_t)(level - now->level);
+    else now->relaxed += (uint64_t)(now->level - level);
+    now->level = level;
+}
+
+/* For a cache, which decides itself when it follows: where the policy would go, and that it went there. */
+static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
+    tkvi_policy_take(p, pressure);
+    return tkvi_policy_target(&p->cfg, p->now.average, level);
+}
+
+TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
+    tkv_policy_info *now;
+    int level;
+    if (!p) return 0;
+    now = &p->now;
+    tkvi_lock(&p->lock);
+    if (!tkvi_is_finite(pressure)) {
+        now->refused++;
+    } else {
+        tkvi_policy_take(p, pressure);
+        tkvi_policy_move(now, tkvi_policy_target(&p->cfg, now->average, now->level));
+    }
+    level = now->level;
+    tkvi_unlock(&p->lock);
+    return level;
+}
+
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
+    if (!p || !out) return TKV_ERR_ARG;
+    tkvi_lock(&p->lock);
+    *out = p->now;
+    tkvi_unlock(&p->lock);
+    return TKV_OK;
+}
+
+TKV_API void tkv_policy_reset(tkv_policy *p) {
+    if (!p) return;
+    tkvi_lock(&p->lock);
+    memset(&p->now, 0, sizeof p->now);
+    p->now.level = p->cfg.min_level;
+    p->now.left = -1.0f;
+    tkvi_unlock(&p->lock);
+}
+
+#endif /* TKVI_POLICY_H */
 /* ======== plan.h ======== */
 /*
  * plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
@@ -10632,20 +10888,27 @@ typedef struct tkvi_class {
     int slots; /* per page, at most 64 */
 } tkvi_class;
 
-typedef struct tkvi_plan {
-    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
-    int sink, hot, warm, window; /* tokens; window 0: none */
-    int keep;                    /* widest window of all layers that read this one's blocks; 0: none */
-    int sink_coding;
+/* What one level of the ladder says of a layer. */
+typedef struct tkvi_rule {
+    int hot, warm; /* tokens */
     int key[TKV_TIER_COUNT];
     int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
     int shared[TKV_TIER_COUNT]; /* 1: needs a table */
-    int allocates, kvquant;     /* 1: the table has bytes that heads share (allocate.h); levels (kvquant.h) */
-    int squat;                  /* 1: a tier's encoder wants to know the queries (metric.h) */
+} tkvi_rule;
+
+typedef struct tkvi_plan {
+    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
+    int sink, window; /* tokens; window 0: none */
+    int keep;         /* widest window of all layers that read this one's blocks; 0: none */
+    int sink_coding;
+    tkvi_rule now; /* of the level that the cache is at */
+    int allocates,
+        kvquant; /* 1: a level's table has bytes that heads share (allocate.h); levels (kvquant.h) */
+    int squat;   /* 1: a tier's encoder wants to know the queries (metric.h) */
 } tkvi_plan;
 
-/* Do blocks of this layer need a table? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]; }
+/* Do blocks of this layer need a table, at any level? */
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
 
 #define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
 
@@ -10663,7 +10926,10 @@ typedef struct tkvi_shape {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int n_stored;      /* layers with blocks of their own */
+    int n_stored; /* layers with blocks of their own */
+    int n_levels; /* of the ladder */
+    int spare;    /* pages that recoding needs under a budget; 0: there is none */
+    tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
     tkvi_bytes bytes[TKVI_MAX_CODINGS];
@@ -10692,6 +10958,10 @@ typedef struct tkvi_tables {
     int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;     /* [n_layers] */
+    tkvi_rule *rule;     /* [n_layers][n_levels] */
+    int n_levels, level; /* of the ladder, and where the cache is */
+    int spare;           /* pages that recoding needs under a budget */
+    tkv_level ladder[TKV_MAX_LEVELS];
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
@@ -10704,8 +10974,16 @@ typedef struct tkvi_tables {
 
 /* The coding that blocks of this layer's tier get now. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
-    const tkvi_plan *p = &t->plan[layer];
-    return p->coding[tier] + (p->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+    const tkvi_rule *r = &t->plan[layer].now;
+    return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+}
+
+/* All layers go by this level of the ladder. */
+static void tkvi_take_level(tkvi_tables *t, int level) {
+    int i;
+    t->level = level;
+    for (i = 0; i < t->cfg.n_layers; i++)
+        if (t->plan[i].stored == i) t->plan[i].now = t->rule[(size_t)i * (size_t)t->n_levels + (size_t)level];
 }
 
 /* >>validate */
@@ -10824,8 +11102,9 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
     return p;
 }
 
-/* One layer's lengths and pairs; `pair` gets hot, warm, archive. */
-static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) {
+/* One layer's lengths and pairs at a level of the ladder; `pair` gets hot, warm, archive. What the layer says of itself
+ * holds at every level. */
+static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
     tkvi_plan p;
@@ -10833,9 +11112,11 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) 
     memset(&none, 0, sizeof none);
     p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
-    p.hot = tkvi_length(c->hot_tokens, wide.hot_tokens, 64);
-    p.warm = tkvi_length(c->warm_tokens, wide.warm_tokens, 448);
+    p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
+    p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_NONE);
+    wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
+    wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
     pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
     pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
     pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
@@ -10857,6 +11138,52 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 #if !defined(__GNUC__) && !defined(__clang__)
     cfg->quality_heads = 0; /* without atomics nobody may add (meter.h) */
 #endif
+}
+
+/* >>ladder. Without one of the caller's: under a budget exact at first, then as tight as must be; without a budget the
+ * plan of the config alone. */
+static const tkv_level tkvi_ladder_exact = {
+    TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+static const tkv_level tkvi_ladder_steps[] = {
+    {0, TKV_ALL, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {0, TKV_ALL, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0,
+     0,
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+};
+
+static int tkvi_levels_of(const tkv_config *cfg) {
+    const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
+}
+
+/* The policy for as many levels as there are: the last threshold serves the rest. */
+static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
+    tkv_policy_config p = cfg->policy;
+    int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
+    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
+    n = tkvi_policy_levels(&p);
+    for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
+    for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
+    if (steps == 0) { /* one level: nothing to decide */
+        if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
+        p.max_level = TKV_NONE;
+    }
+    return tkvi_policy_fill(&p, full);
+}
+
+static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
+    int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    h->n_levels = tkvi_levels_of(cfg);
+    memset(h->ladder, 0, sizeof h->ladder);
+    for (i = 0; i < h->n_levels && cfg->ladder; i++) h->ladder[i] = cfg->ladder[i];
+    if (cfg->ladder || !cfg->budget_bytes) return;
+    h->ladder[0] = tkvi_ladder_exact;
+    for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
@@ -10954,88 +11281,125 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     return best;
 }
 
-/* Adds the blocks, by key, that a layer has of one sequence of usual length: pages are cut for it. */
-static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *blocks) {
+/* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
+static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkvi_rule *r, int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = p->hot / TKVI_BLOCK + 1; /* the partial block too */
-    most[TKV_WARM] = (p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
-        blocks[p->key[tier]] += n;
+        blocks[r->key[tier]] += n;
         left -= n;
     }
 }
 
 /* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
  * that takes everything. */
-static int tkvi_reached(const tkv_config *cfg, const tkvi_plan *p, int tier) {
-    if (tier != TKV_HOT && p->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_ARCHIVE || p->warm < cfg->max_tokens;
+static int tkvi_reached(const tkv_config *cfg, const tkvi_rule *r, int tier) {
+    if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
-/* The plan of one layer; its codings become keys of the shape. */
-static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
-    tkv_pair pair[TKV_TIER_COUNT], unused[TKV_TIER_COUNT];
-    int tier, other, few = 0;
-    *p = tkvi_resolve(&h->cfg, layer, pair);
+/* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
+static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_rule *r) {
+    tkv_pair pair[TKV_TIER_COUNT];
+    int tier, fits = 1;
+    *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        r->key[tier] = r->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        fits &= r->coding[tier] >= 0;
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        if (!tkvi_reached(&h->cfg, r, tier)) continue;
+        p->allocates |= tkvi_pair_allocates(pair[tier]);
+        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        p->squat |= tkvi_is_squat(pair[tier].k);
+    }
+    return fits;
+}
+
+/* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
+static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule *rule) {
+    tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
+    int level, other, fits = 1;
+    *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
         return TKV_OK; /* reads another layer's blocks, or none; only its window is its own */
     p->keep = p->window;
     for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
-            int window = tkvi_resolve(&h->cfg, other, unused).window;
+            int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
-        few |= p->coding[tier] < 0;
-        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
-        if (!tkvi_reached(&h->cfg, p, tier)) continue;
-        p->allocates |= tkvi_pair_allocates(pair[tier]);
-        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
-        p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        p->squat |= tkvi_is_squat(pair[tier].k);
-    }
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
-    few |= p->sink_coding < 0;
+    for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
+    p->now = rule[h->cfg.policy.min_level];
+    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->now.coding[TKV_HOT];
+    fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
     h->any_kvquant |= p->kvquant;
-    return few ? TKV_ERR_CONFIG : TKV_OK;
+    return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Where heads share, the layer gets codings of its own, `next` being the first that is free. */
-static void tkvi_own_codings(tkvi_plan *p, int *next) {
-    int tier;
-    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
-        if (p->stored < 0 || !p->shared[tier]) continue;
-        if (tier == TKV_ARCHIVE && p->key[tier] == p->key[TKV_WARM]) {
-            p->coding[tier] = p->coding[TKV_WARM];
+/* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
+static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
+    int at, before;
+    for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
+        tkvi_rule *r = &rule[at / TKV_TIER_COUNT];
+        const int tier = at % TKV_TIER_COUNT;
+        if (tier == TKV_HOT || !r->shared[tier]) continue;
+        for (before = 0; before < at; before++) {
+            const tkvi_rule *b = &rule[before / TKV_TIER_COUNT];
+            if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
+        }
+        if (before < at) {
+            r->coding[tier] = rule[before / TKV_TIER_COUNT].coding[before % TKV_TIER_COUNT];
             continue;
         }
-        p->coding[tier] = *next;
+        r->coding[tier] = *next;
         *next += TKVI_VERSIONS;
     }
+}
+
+/* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
+static int tkvi_spare_of(tkvi_shape *h) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    int level, most = 1, i, c, tier;
+    for (level = 0; level < h->n_levels; level++) {
+        int opens[TKVI_MAX_CODINGS] = {0}, n = 0;
+        for (i = 0; i < h->cfg.n_layers; i++) {
+            tkvi_plan p;
+            (void)tkvi_plan_of(h, i, &p, rule);
+            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && p.stored == i; tier++)
+                if (rule[level].hot != TKVI_FOREVER) opens[h->class_of[rule[level].key[tier]]] = 1;
+        }
+        for (c = 0; c < h->n_classes; c++) n += opens[c];
+        most = tkvi_max(most, n);
+    }
+    return most;
 }
 
 /* The config must be valid. */
 static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
-    int i, c, hot[TKVI_MAX_CODINGS] = {0};
+    int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
+    tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
+    tkvi_ladder_of(cfg, h);
+    (void)tkvi_policy_for(cfg, &h->cfg.policy);
     for (i = 0; i < h->cfg.n_layers; i++) {
-        if (tkvi_plan_of(h, i, &p)) return TKV_ERR_CONFIG;
+        if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
         if (p.stored != i) continue;
-        tkvi_own_codings(&p, &h->n_codings);
-        tkvi_usual_blocks(h, &p, of_key);
-        hot[p.key[TKV_HOT]] = 1;
+        tkvi_own_codings(rule, h->n_levels, &h->n_codings);
+        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
+        hot[p.now.key[TKV_HOT]] = 1;
         h->n_stored++;
     }
     h->n_codings += h->n_keys;
@@ -11057,11 +11421,36 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
+    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
     return TKV_OK;
 }
 
 /* Of a number in a sentence, the part before the point. */
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
+
+static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
+    int i;
+    for (i = 0; i < cfg->n_levels; i++) {
+        tkv_layer_config c;
+        tkv_status st;
+        char why[160];
+        memset(&c, 0, sizeof c);
+        c.hot_tokens = cfg->ladder[i].hot_tokens;
+        c.warm_tokens = cfg->ladder[i].warm_tokens;
+        c.warm = cfg->ladder[i].warm;
+        c.archive = cfg->ladder[i].archive;
+        st = tkvi_validate_tiers(&c, -1, why, sizeof why);
+        if (st) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "ladder[");
+            tkvi_say_int(&t, i);
+            tkvi_say(&t, "].");
+            tkvi_say(&t, why);
+            return st;
+        }
+    }
+    return TKV_OK;
+}
 
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
@@ -11113,6 +11502,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
         return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
                         "it must be 128 to 2^30 - 1, or 0 for 2048");
+    TKVI_RANGE_(n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
+    if (!cfg->ladder != !cfg->n_levels)
+        return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
+                        "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
@@ -11123,6 +11516,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, -1, reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
+    if (!st && cfg->ladder) st = tkvi_validate_ladder(cfg, reason, size);
+    if (!st) {
+        tkv_policy_config full;
+        wrong = tkvi_policy_for(cfg, &full);
+        if (wrong) return tkvi_bad(reason, size, "policy.max_level", cfg->policy.max_level, wrong);
+    }
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
@@ -11136,19 +11535,20 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 
 /* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, coding, size_class, record, split, current, rope;
+    size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
+    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_rule));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {
@@ -11293,7 +11693,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
 static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
-    int i, tier, v, next = h->n_keys;
+    int i, n, v, next = h->n_keys;
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
     t->n_keys = h->n_keys;
@@ -11304,8 +11704,12 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
+    t->n_levels = h->n_levels;
+    t->spare = h->spare;
+    memcpy(t->ladder, h->ladder, sizeof t->ladder);
     t->plan = (tkvi_plan *)(void *)mem;
-    t->coding = (tkvi_coding *)(void *)(mem += s.plan);
+    t->rule = (tkvi_rule *)(void *)(mem += s.plan);
+    t->coding = (tkvi_coding *)(void *)(mem += s.rule);
     t->size_class = (tkvi_class *)(void *)(mem += s.coding);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
@@ -11321,16 +11725,20 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        (void)tkvi_plan_of(h, i, p); /* all keys are known by now */
+        tkvi_rule *rule = &t->rule[(size_t)i * (size_t)h->n_levels];
+        (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
-        tkvi_own_codings(p, &next);
-        for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
-            for (v = 0; v < TKVI_VERSIONS && p->shared[tier]; v++)
-                tkvi_coding_init(&t->coding[p->coding[tier] + v], h, p->key[tier]);
+        tkvi_own_codings(rule, h->n_levels, &next);
+        for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
+            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].shared[n % TKV_TIER_COUNT]; v++)
+                tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
+                                 rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
+    tkvi_take_level(t, h->cfg.policy.min_level);
     for (i = 0; i < h->n_keys; i++)
         tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
     t->cfg.layers = NULL;
+    t->cfg.ladder = NULL;
     t->cfg.rope.frequencies = NULL;
 }
 
@@ -11389,159 +11797,6 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
 }
 
 #endif /* TKVI_PRESET_H */
-/* ======== policy.h ======== */
-/*
- * policy.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level of
- * an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
- *
- *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
- *     average   -> tighten while it is at or above the next threshold
- *               -> relax one level while it is below the present threshold less the hysteresis
- *
- * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
- * clang) a controller belongs to one thread. May call base.
- */
-#ifndef TKVI_POLICY_H
-#define TKVI_POLICY_H
-
-
-typedef struct tkvi_profile {
-    const char *name;
-    tkv_policy_config cfg;
-} tkvi_profile;
-
-static const tkvi_profile tkvi_profiles[] = {
-    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
-    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
-    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
-};
-
-TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
-    size_t i;
-    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
-        if (strcmp(name, tkvi_profiles[i].name) == 0) {
-            *cfg = tkvi_profiles[i].cfg;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
-}
-
-/* Levels above 0 that the thresholds give. */
-static int tkvi_policy_levels(const tkv_policy_config *cfg) {
-    int n = 0;
-    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
-    return n;
-}
-
-/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
-static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
-
-/* The config with its defaults filled in, or what is wrong with it. */
-static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
-    int i, n, any = 0;
-    *cfg = *from;
-    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
-    if (!any) {
-        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
-        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
-    }
-    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
-    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
-    n = tkvi_policy_levels(cfg);
-    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
-        if (i < n ? !tkvi_within(cfg->threshold[i], 1e-6f, 1.0f) : tkvi_bits(cfg->threshold[i]) != 0)
-            return "thresholds must be above 0 and at most 1, without gaps";
-        if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
-    }
-    if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
-    if (!tkvi_within(cfg->hysteresis, 0.0f, 1.0f) || cfg->hysteresis >= cfg->threshold[0])
-        return "hysteresis must be at least 0 and below the first threshold";
-    if (cfg->max_level == 0) cfg->max_level = n;
-    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
-    if (cfg->max_level < 0 || cfg->max_level > n)
-        return "max_level must be a level, TKV_NONE or 0 for the last";
-    if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
-    return NULL;
-}
-
-static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
-    int n = tkvi_policy_levels(cfg), had = level;
-    while (level < n && average >= cfg->threshold[level]) level++;
-    if (level == had && level > 0 && average < cfg->threshold[level - 1] - cfg->hysteresis) level--;
-    return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
-}
-
-TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
-    tkv_policy_config full;
-    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
-    level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
-    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
-}
-
-/* >>the controller */
-TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
-    tkv_policy_config none, full;
-    const char *wrong;
-    memset(&none, 0, sizeof none);
-    if (reason) *reason = "";
-    if (!p) return TKV_ERR_ARG;
-    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
-    memset(p, 0, sizeof *p);
-    p->cfg = full;
-    p->now.level = full.min_level;
-    p->now.left = -1.0f;
-    return TKV_OK;
-}
-
-TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
-    tkv_policy_info *now;
-    int level;
-    if (!p) return 0;
-    now = &p->now;
-    tkvi_lock(&p->lock);
-    if (!tkvi_is_finite(pressure)) {
-        now->refused++;
-    } else {
-        const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
-        const float step = now->samples ? x - now->last : 0.0f;
-        now->average = now->samples ? now->average + a * (x - now->average) : x;
-        now->trend += a * (step - now->trend);
-        now->last = x;
-        now->peak = x > now->peak ? x : now->peak;
-        now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
-        now->samples++;
-        level = tkvi_policy_target(&p->cfg, now->average, now->level);
-        if (level > now->level) now->tightened += (uint64_t)(level - now->level);
-        else now->relaxed += (uint64_t)(now->level - level);
-        now->level = level;
-    }
-    level = now->level;
-    tkvi_unlock(&p->lock);
-    return level;
-}
-
-TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
-    if (!p || !out) return TKV_ERR_ARG;
-    tkvi_lock(&p->lock);
-    *out = p->now;
-    tkvi_unlock(&p->lock);
-    return TKV_OK;
-}
-
-TKV_API void tkv_policy_reset(tkv_policy *p) {
-    if (!p) return;
-    tkvi_lock(&p->lock);
-    memset(&p->now, 0, sizeof p->now);
-    p->now.level = p->cfg.min_level;
-    p->now.left = -1.0f;
-    tkvi_unlock(&p->lock);
-}
-
-#endif /* TKVI_POLICY_H */
 /* ======== pool.h ======== */
 /*
  * pool.h - where blocks live: pages cut into slots, and the block table on top.
@@ -11580,7 +11835,9 @@ typedef struct tkvi_block {
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all; /* in place: pages are never given back */
+    int keep_all;    /* in place: pages are never given back */
+    int spare;       /* free pages that only recoding may use */
+    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
@@ -11680,7 +11937,7 @@ static int tkvi_add_page(tkvi_pool *pool) {
 
 /* Free pages beyond what reservations need go back. The last entry of the page table moves into the hole. */
 static void tkvi_trim(tkvi_pool *pool) {
-    int64_t keep = 0;
+    int64_t keep = pool->spare;
     int c;
     if (pool->keep_all) return;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -11861,11 +12118,13 @@ static void tkvi_peak_take(tkvi_peak *k, int coding) {
 
 static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
-/* Gets everything that the peak needs. On failure nothing that a caller can see has changed. */
+/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
+ * changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
+    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages)
+    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;
@@ -12072,7 +12331,10 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
     int len;                  /* tokens ever appended */
     int dropped;              /* of them, the first ones are gone (windows) */
-    int step_len;             /* len when the open step began */
+    int chunk;                /* len before the last append: what came then stays exact until the next */
+    int tight,
+        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
+    int step_len; /* len when the open step began */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -12127,6 +12389,12 @@ struct tkv_cache {
         *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
     float *solve;      /* [packed] work space */
     tkvi_meter *meter; /* NULL: none (meter.h) */
+    /* the budget (budget.h) */
+    tkv_policy policy;
+    float outside;   /* pressure that the caller feeds */
+    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -12173,7 +12441,9 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 }
 
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
-static int tkvi_drop_margin(const tkvi_plan *p) { return p->hot == TKVI_FOREVER ? TKVI_BLOCK : p->hot; }
+static int tkvi_drop_margin(const tkvi_plan *p) {
+    return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
 
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_HOT;
@@ -12271,7 +12541,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 5, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -12301,6 +12571,16 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
 }
 
+/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+    const size_t pages = (size_t)h->spare + 2;
+    size_t n = 0, all = s->total;
+    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
+    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
+    return all;
+}
+
 /* Builds an empty cache in one fixed piece from the heap. */
 static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
@@ -12312,6 +12592,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
     if (!kernels) return TKV_ERR_ISA;
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
     memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
@@ -12327,7 +12608,8 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
+    kv->need = kv->pool.promised + classes;
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
@@ -12361,13 +12643,40 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.tables = &kv->tables;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
+    kv->policy.cfg = h->cfg.policy;
+    kv->relax_at = (size_t)-1;
+    kv->pool.spare = h->spare;
     *out = kv;
     return TKV_OK;
 }
 
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
+}
+
+/* >>life */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
     tkvi_shape shape;
+    tkv_cache *kv;
     tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
     if (!out) return TKV_ERR_ARG;
     if (st) return st;
@@ -12380,7 +12689,16 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     }
 #endif
     if (!heap.from.alloc) return TKV_ERR_CONFIG;
-    return tkvi_build(&shape, &heap, out);
+    heap.limit = shape.cfg.budget_bytes;
+    st = tkvi_build(&shape, &heap, &kv);
+    if (st) return st;
+    if (shape.cfg.budget_bytes && kv->tables.version_bytes &&
+        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        tkv_destroy(kv);
+        return TKV_ERR_NOMEM;
+    }
+    *out = kv;
+    return TKV_OK;
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -12420,27 +12738,6 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     return 1;
 }
 
-/* >>tables */
-/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
-    tkvi_tables *t = &kv->tables;
-    uint8_t *mem;
-    if (t->version[version].bytes) return 1;
-    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
-    if (!mem) return 0;
-    memset(mem, 0, t->version_bytes);
-    tkvi_version_build(t, version, mem);
-    return 1;
-}
-
-/* Bytes of the versions that are there, and of the statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
-    int v;
-    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
-    return n;
-}
-
 /* >>in place: everything at its largest, at once */
 /* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
  * flushed short. */
@@ -12448,13 +12745,13 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_HOT] = ((int64_t)p->hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_WARM] = ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
     if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
         most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (most[tier] < 0 || (p->hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
     }
 }
@@ -12465,7 +12762,40 @@ typedef struct tkvi_most {
     size_t bytes; /* of everything, each piece at a multiple of 64 */
 } tkvi_most;
 
+/* Under a budget: as many pages as it leaves room for. */
+static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
+    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    size_t rest = 0, lists;
+    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+    if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->list_cap = tkvi_cap_for(list);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        return TKV_ERR_CONFIG;
+    m->pages = (int64_t)(budget / h->page_bytes);
+    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
+    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+        size_t pages = (size_t)m->pages * h->page_bytes, n;
+        uint64_t fit = 64u * (uint64_t)m->pages;
+        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
+        m->page_cap = tkvi_cap_for(m->pages);
+        n = tkvi_align_up(m->block_cap * sizeof(tkvi_block)) +
+            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            m->bytes = budget;
+            return TKV_OK;
+        }
+    }
+    return TKV_ERR_BUDGET;
+}
+
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
     int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
@@ -12474,17 +12804,18 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     memset(live, 0, sizeof live);
     memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p);
+        (void)tkvi_plan_of(h, i, &p, rule);
         if (p.stored != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
         if (p.sink) live[h->class_of[p.sink_coding]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.key[tier]]] += most[tier];
+            live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table: of all sequences together */
             if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {
@@ -12558,6 +12889,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
     *out = kv;
     return TKV_OK;
 }
@@ -13055,7 +13387,6 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
 
 /* A version of the layer's table that no block was coded with, or -1. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
     if (kv->tables.current[layer] < 0) return 0;
     used[(int)kv->tables.current[layer]] = 1;
@@ -13064,8 +13395,8 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            tkv_tier tier = tkvi_tier_at(list, i);
-            if (tier != TKV_HOT && p->shared[tier]) used[kv->pool.block[ids[i]].coding - p->coding[tier]] = 1;
+            const int own = kv->pool.block[ids[i]].coding - kv->tables.n_keys;
+            if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
     for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
@@ -13076,13 +13407,17 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    int tier;
-    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
-        if (p->shared[tier]) {
-            tkvi_coding *c = &kv->tables.coding[p->coding[tier] + version];
-            tkvi_coding_share(&kv->tables, c, heads);
-            if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
-        }
+    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    int i, done = -1;
+    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
+        const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];
+        const int tier = i % TKV_TIER_COUNT;
+        tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
+        if (!r->shared[tier] || r->coding[tier] <= done) continue;
+        done = r->coding[tier];
+        tkvi_coding_share(&kv->tables, c, heads);
+        if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+    }
     kv->tables.current[layer] = (int8_t)version;
 }
 
@@ -13131,7 +13466,11 @@ static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
         kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
         return 1;
     }
-    if (!tkvi_version_ready(kv, version)) return *had >= 0;
+    if (!tkvi_version_ready(kv, version)) {
+        if (*had >= 0 && kv->heap.limit)
+            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* again in a while */
+        return *had >= 0;
+    }
     kv->tables.current[layer] = (int8_t)version;
     return 1;
 }
@@ -13153,7 +13492,7 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Must blocks of this layer wait before they go to that tier? */
 static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].shared[tier] && kv->tables.current[layer] < 0;
+    return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_H */
@@ -13225,26 +13564,35 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 }
 
 #endif /* TKVI_METRIC_H */
-/* ======== sequence.h ======== */
+/* ======== age.h ======== */
 /*
- * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
- * May call cache and below.
+ * age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on paper
+ * (tkvi_peak). May call cache and below.
  *
- * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
- * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
- * failed call leaves the cache as it was. Ageing looks at lengths alone: at the start of an append (or of a
- * step) a block whose last token is hot_tokens old moves to warm, one that is hot_tokens + warm_tokens old
- * to the archive, always whole blocks, and never the tokens of the chunk that is about to be attended to.
+ * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
+ * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
+ * of the chunk that is about to be attended to.
  */
-#ifndef TKVI_SEQUENCE_H
-#define TKVI_SEQUENCE_H
+#ifndef TKVI_AGE_H
+#define TKVI_AGE_H
 
 
-/* >>ageing */
-static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
+static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
     if (age < hot) return TKV_HOT;
-    return age < (int64_t)hot + p->warm ? TKV_WARM : TKV_ARCHIVE;
+    return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
+}
+
+/* Under a budget blocks get tighter when bytes are needed (budget.h), else when they are old. */
+static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+
+/* The age at which a layer's blocks leave the hot tier by themselves. */
+static int tkvi_hot_age(const tkv_cache *kv, int layer) {
+    return tkvi_lazy(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
+}
+
+static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
+    return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
 }
 
 typedef struct tkvi_recoding {
@@ -13276,7 +13624,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
-    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].key[TKV_HOT]) return;
+    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_gauge *g = &kv->meter->gauge[i];
         if (g->layer == layer)
@@ -13293,12 +13641,14 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_block *b = &kv->pool.block[id];
     tkvi_recoding r;
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
+    if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);
         return;
     }
     tkvi_keep_exact(kv, seq, layer, b);
+    kv->demoted++;
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
@@ -13313,6 +13663,18 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     } else {
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
+}
+
+/* >>paper: starts with what there is and what was promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv) {
+    tkvi_peak k;
+    int c;
+    memset(&k, 0, sizeof k);
+    k.tables = &kv->tables;
+    k.live = kv->peak_live;
+    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    tkvi_peak_note(&k);
+    return k;
 }
 
 /* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
@@ -13331,6 +13693,8 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     }
     if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
         int left = gone, tier, *of_tier[3];
+        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
+        now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;
@@ -13351,7 +13715,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     for (i = now.sinks + now.archive; i < now.n; i++) {
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
         int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-        tkv_tier due = tkvi_tier_due(p, hot, end, len);
+        tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
         while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
         if (due == TKV_HOT || (!whole && !partial)) break;
         if (is_warm && due == TKV_WARM) {
@@ -13366,21 +13730,460 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     if (!paper) *list = now;
 }
 
+#endif /* TKVI_AGE_H */
+/* ======== budget.h ======== */
+/*
+ * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
+ *
+ *     append -> does it fit, if everything old were at the last level?     no: TKV_ERR_BUDGET, nothing has changed
+ *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
+ *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
+ *
+ * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
+ * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
+ * block that comes out of it: these spare pages are held from the first append on and used by nothing else. A list
+ * remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found by a
+ * look at each list.
+ *
+ * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
+ * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
+ * Blocks never get looser by that. May call age and below.
+ */
+#ifndef TKVI_BUDGET_H
+#define TKVI_BUDGET_H
+
+
+/* >>bytes */
+/* All that is held, but free pages that nobody keeps. */
+static size_t tkvi_in_use(const tkv_cache *kv) {
+    const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
+    return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
+}
+
+/* All but pages. */
+static size_t tkvi_rest(const tkv_cache *kv) {
+    return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
+}
+
+/* Bytes held when there are so many slots of each class, room for recoding included. */
+static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
+    int64_t pages = kv->pool.spare;
+    size_t bytes;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
+    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
+        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
+        return (size_t)-1;
+    return bytes;
+}
+
+/* Memory that an array may take when it grows; the old one is given back, but not before. */
+static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
+    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+}
+
+static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
+    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
+}
+
+static size_t tkvi_index_growth(const tkv_cache *kv, const tkvi_peak *paper) {
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block)) +
+           tkvi_growth(kv->pool.page_cap, paper->most_pages + kv->pool.spare, sizeof(tkvi_page));
+}
+
+/* What an operation asks for, from its paper. */
+static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        kv->need[c] = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+}
+
+/* >>what is stored more loosely than a level wants it */
+typedef struct tkvi_stale {
+    int seq, layer, i, coding;
+    tkv_tier due;
+} tkvi_stale;
+
+static int tkvi_any_step(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
+    return any;
+}
+
+/* Where block i of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    tkv_tier due = tkvi_tier_due(r, r->hot, end, list->len);
+    if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
+    while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
+        due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+    return due;
+}
+
+/* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
+static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
+    if (i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+    if (due == TKV_ARCHIVE) list->tightest++;
+    list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
+}
+
+/* The oldest block of a list that the level wants tighter, first for the archive, then for warm. 0: there is none. */
+static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &kv->tables.plan[layer].now;
+    for (;;) {
+        int i = list->sinks + list->tightest;
+        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        const tkvi_block *b;
+        if (due != TKV_ARCHIVE) {
+            i = list->sinks + list->tight;
+            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        }
+        if (due == TKV_HOT) return 0;
+        b = &kv->pool.block[ids[i]];
+        s->coding = tkvi_coding_of(&kv->tables, layer, due);
+        if (b->refs == 1 && tkvi_tighter(kv, b->coding, s->coding)) {
+            s->seq = seq;
+            s->layer = layer;
+            s->i = i;
+            s->due = due;
+            return 1;
+        }
+        tkvi_in_place(list, i, due);
+    }
+}
+
+/* Is there a slot for it, without more memory? */
+static int tkvi_has_slot(const tkv_cache *kv, int coding) {
+    return kv->pool.n_free_pages > 0 || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL;
+}
+
+/* The oldest of all lists; `anywhere`: also one that there is no slot for. */
+static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
+    int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            tkvi_stale s;
+            int age;
+            if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
+            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
+            if (age <= most || (!anywhere && !tkvi_has_slot(kv, s.coding))) continue;
+            most = age;
+            *oldest = s;
+            found = 1;
+        }
+    return found;
+}
+
+static uint64_t tkvi_pending(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = list->sinks + list->tightest; i < list->n; i++) {
+                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (due == TKV_HOT) break;
+                n += b->refs == 1 && tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+            }
+        }
+    return n;
+}
+
+/* >>events */
+static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                      const char *text) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.layer = layer;
+    e.from = from;
+    e.to = to;
+    e.bytes = bytes;
+    e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+/* An operation does not fit, at the last level either. */
+static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
+    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
+                              " bytes, more than the budget; reset a sequence or raise it");
+    kv->refused++;
+    tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    return st;
+}
+
+/* >>levels */
+static void tkvi_go_to_level(tkv_cache *kv, int level) {
+    const int from = kv->tables.level;
+    size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
+    if (level == from) return;
+    tkvi_take_level(&kv->tables, level);
+    for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+    kv->relax_at = (size_t)-1;
+    tkvi_policy_move(&kv->policy.now, level);
+    tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+              level > from ? "memory is short: old tokens get tighter"
+                           : "memory is free again: new tokens are looser");
+}
+
+/* Slots of each class, in need[n_classes ...]: those of now, with what is needed. */
+static int64_t *tkvi_slots_now(tkv_cache *kv) {
+    int64_t *slots = kv->need + kv->tables.n_classes;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+    return slots;
+}
+
+/* The same if all blocks were where this level wants them, and those that are
+ * looser by now as well: `looser` also makes tighter ones as large as the level has them. */
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
+    const tkvi_tables *t = &kv->tables;
+    int64_t *slots = tkvi_slots_now(kv);
+    int seq, layer, i, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < t->cfg.max_seqs; seq++)
+        for (layer = 0; layer < t->cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const tkvi_rule *r = &t->rule[(size_t)layer * (size_t)t->n_levels + (size_t)level];
+            for (i = list->sinks; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
+                int coding = r->coding[due];
+                if (b->refs > 1) continue;
+                if (due == TKV_HOT && !looser) break;
+                if (looser ? !tkvi_tighter(kv, coding, b->coding) : !tkvi_tighter(kv, b->coding, coding))
+                    continue;
+                slots[t->coding[b->coding].size_class]--;
+                slots[t->coding[coding].size_class]++;
+            }
+        }
+    return slots;
+}
+
+/* Would what is needed (kv->need) fit, with everything as tight as the policy allows? *bytes: what it takes then. */
+static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
+    if (*bytes <= budget) return 1; /* as it is */
+    *bytes = tkvi_bytes_with(kv, tkvi_slots_at(kv, kv->policy.cfg.max_level, 0), extra);
+    return *bytes <= budget;
+}
+
+/* >>work */
+/* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
+ * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
+ * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
+    tkvi_stale s;
+    tkvi_list *list;
+    size_t had;
+    const int spare = kv->pool.spare;
+    if (!tkvi_next_stale(kv, 0, &s)) return 0;
+    if (within) {
+        int64_t *now = tkvi_slots_now(kv);
+        now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
+        now[kv->tables.coding[s.coding].size_class]++;
+        if (tkvi_bytes_with(kv, now, extra) > within) return 0;
+    }
+    list = tkvi_list_of(kv, s.seq, s.layer);
+    had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
+    if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
+        int8_t before; /* a table of what there is: it must get tighter now */
+        if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        tkvi_learn_end(kv, s.layer, before, 1);
+        tkvi_tell(kv, TKV_EVENT_TABLE, s.layer, -1, -1, 0, "a table was made early: bytes are needed");
+        s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
+    }
+    kv->pool.spare = 0;
+    tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
+    kv->pool.spare = spare;
+    tkvi_in_place(list, s.i, s.due);
+    kv->recoded[kv->tables.level]++;
+    return had - kv->tables.coding[s.coding].bytes.total;
+}
+
+/* What the level allows before the next one begins: its threshold of the budget; at level 0 nothing is to be done. */
+static size_t tkvi_soft_limit(const tkv_cache *kv) {
+    const int level = kv->tables.level;
+    if (level == 0) return (size_t)-1;
+    return (size_t)((double)kv->tables.cfg.budget_bytes * (double)kv->policy.cfg.threshold[level - 1]);
+}
+
+/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
+static int tkvi_may_relax(tkv_cache *kv) {
+    const int level = kv->tables.level;
+    const tkv_policy_config *p = &kv->policy.cfg;
+    if (tkvi_in_use(kv) >= kv->relax_at) return 0;
+    if ((double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0) <
+        (double)kv->tables.cfg.budget_bytes * (double)(p->threshold[level - 1] - p->hysteresis))
+        return 1;
+    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
+    return 0;
+}
+
+/* With each append: the average moves, the level may; and blocks get tighter while more is held than the level
+ * allows, as many as the new bytes require, but one at least. */
+static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    const float pressure = own > kv->outside ? own : kv->outside;
+    size_t won = 0, one;
+    tkvi_stale s;
+    int level = kv->tables.level, target = tkvi_policy_sample(&kv->policy, pressure, level);
+    if (target > level && !tkvi_next_stale(kv, 1, &s)) tkvi_go_to_level(kv, level + 1);
+    if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
+    level = kv->tables.level;
+    while (level > 0 &&
+           (tkvi_in_use(kv) > tkvi_soft_limit(kv) || kv->outside > kv->policy.cfg.threshold[level - 1])) {
+        one = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+        won += one;
+        if (one == 0 || won >= new_bytes) return;
+    }
+}
+
+/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_at_last must have said yes. */
+static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
+    for (;;) {
+        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
+            tkvi_trim(&kv->pool); /* the index may need what pages have left */
+            return 1;
+        }
+        if (tkvi_tighten_one(kv, extra, 0)) continue;
+        if (kv->tables.level >= kv->policy.cfg.max_level) return 0;
+        tkvi_go_to_level(kv, kv->tables.level + 1);
+    }
+}
+
+/* >>public */
+TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
+    int i;
+    if (!kv || !out) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->budget = kv->tables.cfg.budget_bytes;
+    out->used = tkvi_in_use(kv);
+    out->peak = kv->heap.peak;
+    out->level = kv->tables.level;
+    out->n_levels = kv->tables.n_levels;
+    out->policy = kv->policy.now;
+    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
+    out->demoted = kv->demoted;
+    out->refused = kv->refused;
+    out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
+    const int n = kv ? kv->tables.n_classes : 0;
+    size_t takes;
+    if (!kv) return TKV_ERR_ARG;
+    if (!kv->tables.spare)
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
+    if (kv->pool.keep_all && bytes == 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
+    if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0) {
+        kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        kv->pool.spare = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_ok(kv);
+    }
+    memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
+        tkvi_peak paper = tkvi_paper(kv);
+        kv->pool.spare = kv->tables.spare;
+        if (!tkvi_peak_ready(&kv->pool, &paper)) {
+            kv->pool.spare = 0;
+            return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
+        }
+    }
+    if (!tkvi_fits_at_last(kv, 0, bytes, &takes)) {
+        if (!kv->tables.cfg.budget_bytes) kv->pool.spare = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_over_budget(kv, takes);
+    }
+    kv->tables.cfg.budget_bytes = bytes;
+    if (!tkvi_make_room(kv, 0, bytes)) return tkvi_over_budget(kv, takes);
+    tkvi_trim(&kv->pool);
+    if (kv->pool.keep_all) /* the rest of what is held does not change */
+        kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
+    else kv->heap.limit = bytes;
+    kv->relax_at = (size_t)-1;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
+    if (!kv) return TKV_ERR_ARG;
+    if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+    tkvi_go_to_level(kv, level);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
+    size_t i, n;
+    if (!kv) return TKV_ERR_ARG;
+    if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
+        return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
+    n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
+    for (i = 0; i < n; i++)
+        if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
+    tkvi_take_level(&kv->tables, kv->tables.level);
+    for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
+        kv->list[i].tight = kv->list[i].tightest = 0;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
+    int n = 0;
+    if (!kv || max_work < 0) return TKV_ERR_ARG;
+    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
+           tkvi_in_use(kv) > tkvi_soft_limit(kv) - tkvi_soft_limit(kv) / 10 &&
+           tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
+        n++;
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
+    if (!kv) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(pressure)) return tkvi_fail(kv, TKV_ERR_ARG, "pressure is not a number", 0, NULL);
+    kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_BUDGET_H */
+/* ======== sequence.h ======== */
+/*
+ * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
+ * May call budget and below.
+ *
+ * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
+ * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
+ * failed call leaves the cache as it was.
+ */
+#ifndef TKVI_SEQUENCE_H
+#define TKVI_SEQUENCE_H
+
+
 /* Slots of a class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-/* >>paper: starts with what there is and what was promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv) {
-    tkvi_peak k;
-    int c;
-    memset(&k, 0, sizeof k);
-    k.tables = &kv->tables;
-    k.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
-    tkvi_peak_note(&k);
-    return k;
 }
 
 /* Does the tail have a block that takes another token? */
@@ -13409,7 +14212,7 @@ static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_pea
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->coding[TKV_HOT]);
+    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
@@ -13428,7 +14231,7 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && !whole; i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
 /* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
@@ -13454,7 +14257,8 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         tkv_tier due;
         if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
         if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(p, p->hot, i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
+                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
         need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
         need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
     }
@@ -13462,7 +14266,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     if (sink) live[coding[p->sink_coding].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
-        if (need[tier] > 0) live[coding[p->coding[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
@@ -13492,7 +14296,7 @@ static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *
     int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
     memcpy(before, paper->live, bytes);
     promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, kv->tables.plan[layer].hot, 0, paper);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
     tkvi_paper_append(kv, seq, layer, n, paper);
     if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
         memcpy(paper->live, before, bytes);
@@ -13580,7 +14384,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         return id;
     }
     {
-        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->coding[TKV_HOT];
+        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
         memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
@@ -13593,6 +14397,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
         const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -13657,6 +14462,40 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
+/* An append on paper. */
+static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
+    return paper;
+}
+
+/* Under a budget: what is due with this append, and room for it. 0: it does not fit, and nothing has changed. */
+static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                              const tkvi_peak *paper, size_t *takes) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const size_t budget = kv->tables.cfg.budget_bytes;
+    size_t index = tkvi_index_growth(kv, paper), opened = 0;
+    int i, sink;
+    for (i = 0; i < n_rows; i++) {
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, rows[i].seq, layer);
+        if (rows[i].n == 0) continue;
+        index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
+        opened += (size_t)tkvi_new_blocks(kv, p, list, ids, rows[i].n, &sink) *
+                  kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total;
+    }
+    for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (!kv->seq[rows[i].seq].in_step) list->chunk = list->len;
+    }
+    tkvi_need_of(kv, paper);
+    if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
+    tkvi_keep_pace(kv, opened, index);
+    return tkvi_make_room(kv, index, budget);
+}
+
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
     tkv_rows one;
@@ -13703,9 +14542,17 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
-    paper = tkvi_paper(kv);
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
+    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    if (tkvi_lazy(kv)) {
+        size_t takes;
+        tkvi_learn_end(kv, p->layer, had, 1); /* blocks may go by it at once */
+        had = kv->tables.current[p->layer];
+        if (!tkvi_room_for_rows(kv, p->layer, rows, n_rows, &paper, &takes)) {
+            tkvi_learn_end(kv, p->layer, had, 0);
+            return tkvi_over_budget(kv, takes);
+        }
+        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
@@ -13717,7 +14564,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step)
-            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
+            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
@@ -13764,7 +14611,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
+                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
+                                                                                 : tkvi_hot_age(kv, layer),
                          partial, pass ? NULL : &paper);
         if (pass) continue;
         ready = tkvi_peak_ready(&kv->pool, &paper);
@@ -13811,7 +14659,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        list->step_len = list->len;
+        list->step_len = list->chunk = list->len;
     }
     kv->seq[seq].in_step = 1;
     return TKV_OK;
@@ -13844,6 +14692,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
     list->len = len;
+    list->chunk = tkvi_min(list->chunk, len);
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -13886,6 +14735,17 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
+    if (tkvi_lazy(kv)) {
+        const size_t index = tkvi_index_growth(kv, &paper), budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_need_of(kv, &paper);
+        if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+            tkvi_promise(kv, seq, had);
+            tkvi_trim(&kv->pool);
+            return tkvi_over_budget(kv, takes);
+        }
+        paper = tkvi_paper(kv);
+    }
     if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
@@ -14793,7 +15653,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     }
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
-        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->key[TKV_HOT]) continue;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
         copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
@@ -14843,7 +15703,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
                                                tkvi_contrast *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
-        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].coding[TKV_HOT]].record[u->head];
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
         p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
@@ -15549,7 +16409,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
 TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
     layer = tkvi_stored_layer(kv, 0, layer);
     if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
-    *out = kv->tables.coding[kv->tables.plan[layer].coding[tier]].pair;
+    *out = kv->tables.coding[kv->tables.plan[layer].now.coding[tier]].pair;
     return TKV_OK;
 }
 
@@ -15709,12 +16569,12 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
-    archived = tkvi_ended(whole, due - p->hot - p->warm);
-    coded = tkvi_ended(whole, due - p->hot);
+    archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
+    coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->shared[TKV_ARCHIVE]) archived = gone;
-    if (waiting && p->shared[TKV_WARM]) coded = archived;
+    if (waiting && p->now.shared[TKV_ARCHIVE]) archived = gone;
+    if (waiting && p->now.shared[TKV_WARM]) coded = archived;
     s.blocks[TKV_ARCHIVE] = archived - gone;
     s.blocks[TKV_WARM] = coded - archived;
     s.blocks[TKV_HOT] = whole - coded;
@@ -15741,64 +16601,99 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkv
     int tier;
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        tkvi_add_blocks(m, h, p->key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs, s.tokens[tier] * n_seqs,
-                        live);
+        tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
+                        s.tokens[tier] * n_seqs, live);
         here += s.blocks[tier];
     }
     return here;
 }
 
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
-    tkvi_shape h;
+/* The bytes with every layer's plan as this level has it. */
+static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     int i, c;
-    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    if (st) return st;
-    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
-        return TKV_ERR_ARG;
-    if (!tkvi_fixed_sizes(&h, &fixed)) return TKV_ERR_CONFIG;
+    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
-    for (i = 0; i < h.cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+    for (i = 0; i < h->cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
         int64_t waiting = 0, here;
-        (void)tkvi_plan_of(&h, i, &p);
+        (void)tkvi_plan_of(h, i, &p, rule);
+        p.now = rule[level];
         if (p.stored != i) continue;
-        if (tkvi_plan_learns(&p)) { /* sequences that end before there is a table */
-            waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+        if (tkvi_plan_learns(
+                &p)) { /* sequences that end before there is a table; under a budget it is made early */
+            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting, 0, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        here = tkvi_add_layer(&m, &h, &p, n_tokens, waiting, 1, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
-    for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
-    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) ||
+    for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
+    pages += h->spare;
+    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
         page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
-    page_bytes -= h.page_bytes;
+    page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h.any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
-    if (learned > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
-    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
+    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h->cfg);
+    if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
-            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
+            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
-    tkvi_sum_up(&m, &h.cfg, page_bytes);
+    tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int level;
+    if (st) return st;
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+        return TKV_ERR_ARG;
+    for (level = h.cfg.policy.min_level;; level++) {
+        st = tkvi_estimate_at(&h, level, n_tokens, n_seqs, &m);
+        if (st) return st;
+        if (!h.cfg.budget_bytes || m.total <= h.cfg.budget_bytes) break;
+        if (level == h.cfg.policy.max_level) return TKV_ERR_BUDGET;
+    }
+    *out = m;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int low = 0, high; /* low fits, what is above high does not */
+    if (st) return st;
+    if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
+    for (high = h.cfg.max_tokens; low < high;) {
+        const int n = low + (high - low + 1) / 2;
+        st = tkvi_estimate_at(&h, h.cfg.policy.max_level, n, n_seqs, &m);
+        if (st || m.total > h.cfg.budget_bytes) high = n - 1;
+        else low = n;
+    }
+    *n_tokens = low;
     return TKV_OK;
 }
 
@@ -15833,6 +16728,16 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     return TKV_OK;
 }
 
+/* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
+static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
+    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    int i, t, one = kv->tables.n_levels == 1;
+    for (i = 0; i < kv->tables.n_levels; i++)
+        for (t = 0; t < TKV_TIER_COUNT; t++)
+            if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
+    return 0;
+}
+
 static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -15845,6 +16750,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+    if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
+        list->tight > list->archive + list->warm)
+        return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+    if (list->chunk < 0 || list->chunk > list->len)
+        return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
     if ((list->n == 0) != (list->len == list->dropped))
@@ -15857,11 +16767,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if (kv->tables.coding[b->coding].key != (i < list->sinks ? p->sink_coding : p->key[tier]))
+        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+                            : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -15979,7 +16890,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                    k->kv->tables.plan[g->layer].key[TKV_HOT])
+                    k->kv->tables.plan[g->layer].now.key[TKV_HOT])
                 return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }
@@ -16010,6 +16921,10 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
+        return tkvi_broken(&k, "there is no level", kv->tables.level);
+    if (tkvi_lazy(kv) && (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+        return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);

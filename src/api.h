@@ -44,6 +44,7 @@
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
 #define tkv_begin TKV_NAME_(tkv_begin)
+#define tkv_budget TKV_NAME_(tkv_budget)
 #define tkv_calibrated_layers TKV_NAME_(tkv_calibrated_layers)
 #define tkv_calibration_fit TKV_NAME_(tkv_calibration_fit)
 #define tkv_calibration_freeze TKV_NAME_(tkv_calibration_freeze)
@@ -71,9 +72,12 @@
 #define tkv_isa_of TKV_NAME_(tkv_isa_of)
 #define tkv_last_error TKV_NAME_(tkv_last_error)
 #define tkv_layer_len TKV_NAME_(tkv_layer_len)
+#define tkv_maintain TKV_NAME_(tkv_maintain)
+#define tkv_max_context TKV_NAME_(tkv_max_context)
 #define tkv_memory TKV_NAME_(tkv_memory)
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
+#define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
@@ -89,6 +93,9 @@
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
+#define tkv_set_budget TKV_NAME_(tkv_set_budget)
+#define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
+#define tkv_set_level TKV_NAME_(tkv_set_level)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
@@ -122,9 +129,11 @@ extern "C" {
     X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
-    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")
+    X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
+    X(TKV_ERR_BUDGET, -12,                                                                                   \
+      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -12 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -13 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
@@ -251,6 +260,40 @@ typedef struct tkv_layer_config { /* one layer's exceptions; zero takes the cach
     int no_cache; /* 1: this layer has no K and V at all (a state-space layer, say) */
 } tkv_layer_config;
 
+/* >>ladder: how tight the tiers are, from loose to tight; entry 0 is where a cache begins. Lengths and formats
+ * of 0 are the cache's own; hot_tokens = TKV_ALL keeps everything exact. What a layer says of itself holds at
+ * every level. */
+#define TKV_MAX_LEVELS 8
+typedef struct tkv_level {
+    int hot_tokens, warm_tokens;
+    tkv_pair warm, archive;
+} tkv_level;
+
+/* When to go to another level, see tkv_policy_init and tkv_budget. */
+typedef struct tkv_policy_config {
+    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
+    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
+    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;                       /* where it begins and never goes below */
+    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+} tkv_policy_config;
+
+/* >>events, for logs and counters. Called from the call that causes them, which is not over then: it must not call the
+ * cache but for reports. */
+typedef enum tkv_event_kind {
+    TKV_EVENT_LEVEL = 0, /* the cache went from level `from` to level `to` */
+    TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
+    TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
+    TKV_EVENT_COUNT
+} tkv_event_kind;
+typedef struct tkv_event {
+    tkv_event_kind kind;
+    int layer, from, to; /* what does not apply is -1 */
+    size_t bytes;        /* of LEVEL: in use */
+    const char *text;    /* a sentence, valid during the call */
+} tkv_event;
+typedef void (*tkv_on_event)(void *user, const tkv_event *event);
+
 typedef struct tkv_config {
     uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
     /* the model */
@@ -280,6 +323,13 @@ typedef struct tkv_config {
     int window;      /* sliding window of all layers; 0: none */
     tkv_pair hot, warm, archive;
     const tkv_layer_config *layers; /* NULL, or n_layers exceptions; read by tkv_create, not kept */
+    /* the budget, see tkv_budget */
+    size_t budget_bytes;     /* of everything that the cache holds, at any moment; 0: none */
+    const tkv_level *ladder; /* n_levels of them, at most TKV_MAX_LEVELS, not kept; NULL: see tkv_budget */
+    int n_levels;
+    tkv_policy_config policy;
+    tkv_on_event on_event; /* NULL: nobody wants to know */
+    void *event_user;
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -574,15 +624,6 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv);
 /* >>pressure. A controller turns a stream of pressures (bytes held over bytes allowed, say) into a level of an ordered
  * ladder, 0 the loosest: tight while the average is high, looser one level at a time when it has fallen. It knows
  * no cache and owns no memory; a struct of the caller's holds it. Zero means default, as everywhere. */
-#define TKV_MAX_LEVELS 8
-typedef struct tkv_policy_config {
-    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
-    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
-    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level;                       /* where it begins and never goes below */
-    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
-} tkv_policy_config;
-
 typedef struct tkv_policy_info {
     int level;
     float average, last, peak;   /* of the pressures, 0 .. 1 */
@@ -609,6 +650,50 @@ TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from
 TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
 /* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
+
+/* >>budget. With cfg.budget_bytes a cache is exact until memory says otherwise. Everything that it holds counts: pages,
+ * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in place
+ * the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget, the
+ * cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per append, as
+ * many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
+ *     0  everything exact                                3  the plan of the config (warm, then archive)
+ *     1  8 bits behind hot_tokens                        4  archive A25 + R20
+ *     2  4 bits behind hot_tokens                        5  archive A20 + R15
+ * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
+ * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
+ * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
+ * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
+ * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded.
+ * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
+typedef struct tkv_budget_info {
+    size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
+    int level, n_levels;
+    tkv_policy_info policy;           /* average, trend, forecast in appends; levels up and down */
+    uint64_t recoded[TKV_MAX_LEVELS]; /* blocks that came to the format of a level because of bytes */
+    uint64_t demoted;                 /* blocks recoded in all, those that were due by age included */
+    uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
+    uint64_t pending;                 /* blocks that the present level would still recode. O(blocks) */
+} tkv_budget_info;
+TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
+/* Another budget from now on; a lower one tightens at once. 0: none, the static plan of the present level; not for
+ * a cache in place, whose budget is at most the memory it has. TKV_ERR_BUDGET: what is there does not fit, nothing
+ * changed. TKV_ERR_ARG: the cache was created without a budget. */
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
+/* To a level of the ladder, within cfg.policy; with a budget the policy goes on from there. Tighter: stored
+ * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level. */
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to 2^30 - 1. */
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
+/* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
+ * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
+/* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
+ * above the cache's own. TKV_ERR_ARG: not a number. */
+TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
+/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
+ * nothing. TKV_ERR_ARG without a budget. */
+TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

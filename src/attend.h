@@ -476,7 +476,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     }
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
-        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->key[TKV_HOT]) continue;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
         copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
@@ -526,7 +526,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
                                                tkvi_contrast *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
-        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].coding[TKV_HOT]].record[u->head];
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
         p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;

@@ -190,6 +190,7 @@ static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_
 typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
+    size_t limit; /* never more than this; 0: no limit */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
@@ -218,7 +219,9 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 #endif
 
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
-    void *p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
+    void *p;
+    if (heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held)) return NULL;
+    p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;
         if (heap->held > heap->peak) heap->peak = heap->held;

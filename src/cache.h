@@ -19,7 +19,10 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
     int len;                  /* tokens ever appended */
     int dropped;              /* of them, the first ones are gone (windows) */
-    int step_len;             /* len when the open step began */
+    int chunk;                /* len before the last append: what came then stays exact until the next */
+    int tight,
+        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
+    int step_len; /* len when the open step began */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -74,6 +77,12 @@ struct tkv_cache {
         *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
     float *solve;      /* [packed] work space */
     tkvi_meter *meter; /* NULL: none (meter.h) */
+    /* the budget (budget.h) */
+    tkv_policy policy;
+    float outside;   /* pressure that the caller feeds */
+    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -120,7 +129,9 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 }
 
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
-static int tkvi_drop_margin(const tkvi_plan *p) { return p->hot == TKVI_FOREVER ? TKVI_BLOCK : p->hot; }
+static int tkvi_drop_margin(const tkvi_plan *p) {
+    return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
 
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_HOT;
@@ -218,7 +229,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 5, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -248,6 +259,16 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
 }
 
+/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+    const size_t pages = (size_t)h->spare + 2;
+    size_t n = 0, all = s->total;
+    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
+    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
+    return all;
+}
+
 /* Builds an empty cache in one fixed piece from the heap. */
 static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
@@ -259,6 +280,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
     if (!kernels) return TKV_ERR_ISA;
     if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
     at = (uint8_t *)tkvi_get(&heap, s.total);
     if (!at) return TKV_ERR_NOMEM;
     memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
@@ -274,7 +296,8 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->pool.promised + classes);
+    kv->need = kv->pool.promised + classes;
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
@@ -308,13 +331,40 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.tables = &kv->tables;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
+    kv->policy.cfg = h->cfg.policy;
+    kv->relax_at = (size_t)-1;
+    kv->pool.spare = h->spare;
     *out = kv;
     return TKV_OK;
 }
 
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
+}
+
+/* >>life */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
     tkvi_shape shape;
+    tkv_cache *kv;
     tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
     if (!out) return TKV_ERR_ARG;
     if (st) return st;
@@ -327,7 +377,16 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     }
 #endif
     if (!heap.from.alloc) return TKV_ERR_CONFIG;
-    return tkvi_build(&shape, &heap, out);
+    heap.limit = shape.cfg.budget_bytes;
+    st = tkvi_build(&shape, &heap, &kv);
+    if (st) return st;
+    if (shape.cfg.budget_bytes && kv->tables.version_bytes &&
+        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        tkv_destroy(kv);
+        return TKV_ERR_NOMEM;
+    }
+    *out = kv;
+    return TKV_OK;
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -367,27 +426,6 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     return 1;
 }
 
-/* >>tables */
-/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
-    tkvi_tables *t = &kv->tables;
-    uint8_t *mem;
-    if (t->version[version].bytes) return 1;
-    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
-    if (!mem) return 0;
-    memset(mem, 0, t->version_bytes);
-    tkvi_version_build(t, version, mem);
-    return 1;
-}
-
-/* Bytes of the versions that are there, and of the statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
-    int v;
-    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
-    return n;
-}
-
 /* >>in place: everything at its largest, at once */
 /* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
  * flushed short. */
@@ -395,13 +433,13 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     int64_t tokens = cfg->max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_HOT] = ((int64_t)p->hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_WARM] = ((int64_t)p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
     if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
         most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (most[tier] < 0 || (p->hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
     }
 }
@@ -412,7 +450,40 @@ typedef struct tkvi_most {
     size_t bytes; /* of everything, each piece at a multiple of 64 */
 } tkvi_most;
 
+/* Under a budget: as many pages as it leaves room for. */
+static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
+    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    size_t rest = 0, lists;
+    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+    if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->list_cap = tkvi_cap_for(list);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        return TKV_ERR_CONFIG;
+    m->pages = (int64_t)(budget / h->page_bytes);
+    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
+    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+        size_t pages = (size_t)m->pages * h->page_bytes, n;
+        uint64_t fit = 64u * (uint64_t)m->pages;
+        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
+        m->page_cap = tkvi_cap_for(m->pages);
+        n = tkvi_align_up(m->block_cap * sizeof(tkvi_block)) +
+            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            m->bytes = budget;
+            return TKV_OK;
+        }
+    }
+    return TKV_ERR_BUDGET;
+}
+
 static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
     int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
@@ -421,17 +492,18 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     memset(live, 0, sizeof live);
     memset(wait, 0, sizeof wait);
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p);
+        (void)tkvi_plan_of(h, i, &p, rule);
         if (p.stored != i) continue;
         tkvi_most_blocks(&h->cfg, &p, most);
         if (p.sink) live[h->class_of[p.sink_coding]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.key[tier]]] += most[tier];
+            live[h->class_of[p.now.key[tier]]] += most[tier];
             /* blocks that wait for a table: of all sequences together */
             if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
         }
     }
     for (c = 0; c < h->n_classes; c++) {
@@ -505,6 +577,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
     while ((int64_t)kv->pool.n_pages < m.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
     *out = kv;
     return TKV_OK;
 }

@@ -180,7 +180,6 @@ static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
 
 /* A version of the layer's table that no block was coded with, or -1. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
     int used[TKVI_VERSIONS] = {0}, seq, i, v;
     if (kv->tables.current[layer] < 0) return 0;
     used[(int)kv->tables.current[layer]] = 1;
@@ -189,8 +188,8 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            tkv_tier tier = tkvi_tier_at(list, i);
-            if (tier != TKV_HOT && p->shared[tier]) used[kv->pool.block[ids[i]].coding - p->coding[tier]] = 1;
+            const int own = kv->pool.block[ids[i]].coding - kv->tables.n_keys;
+            if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
     for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
@@ -201,13 +200,17 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    int tier;
-    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
-        if (p->shared[tier]) {
-            tkvi_coding *c = &kv->tables.coding[p->coding[tier] + version];
-            tkvi_coding_share(&kv->tables, c, heads);
-            if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
-        }
+    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    int i, done = -1;
+    for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
+        const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];
+        const int tier = i % TKV_TIER_COUNT;
+        tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
+        if (!r->shared[tier] || r->coding[tier] <= done) continue;
+        done = r->coding[tier];
+        tkvi_coding_share(&kv->tables, c, heads);
+        if (p->kvquant) tkvi_coding_kvquant(&kv->tables, c, layer, version);
+    }
     kv->tables.current[layer] = (int8_t)version;
 }
 
@@ -256,7 +259,11 @@ static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
         kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK;
         return 1;
     }
-    if (!tkvi_version_ready(kv, version)) return *had >= 0;
+    if (!tkvi_version_ready(kv, version)) {
+        if (*had >= 0 && kv->heap.limit)
+            kv->seen[layer] = TKVI_LEARN_WELL - TKVI_BLOCK; /* again in a while */
+        return *had >= 0;
+    }
     kv->tables.current[layer] = (int8_t)version;
     return 1;
 }
@@ -278,7 +285,7 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Must blocks of this layer wait before they go to that tier? */
 static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].shared[tier] && kv->tables.current[layer] < 0;
+    return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_H */

@@ -7,6 +7,7 @@
 #define TKVI_PLAN_H
 
 #include "dispatch.h"
+#include "policy.h"
 
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
@@ -37,20 +38,27 @@ typedef struct tkvi_class {
     int slots; /* per page, at most 64 */
 } tkvi_class;
 
-typedef struct tkvi_plan {
-    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
-    int sink, hot, warm, window; /* tokens; window 0: none */
-    int keep;                    /* widest window of all layers that read this one's blocks; 0: none */
-    int sink_coding;
+/* What one level of the ladder says of a layer. */
+typedef struct tkvi_rule {
+    int hot, warm; /* tokens */
     int key[TKV_TIER_COUNT];
     int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
     int shared[TKV_TIER_COUNT]; /* 1: needs a table */
-    int allocates, kvquant;     /* 1: the table has bytes that heads share (allocate.h); levels (kvquant.h) */
-    int squat;                  /* 1: a tier's encoder wants to know the queries (metric.h) */
+} tkvi_rule;
+
+typedef struct tkvi_plan {
+    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
+    int sink, window; /* tokens; window 0: none */
+    int keep;         /* widest window of all layers that read this one's blocks; 0: none */
+    int sink_coding;
+    tkvi_rule now; /* of the level that the cache is at */
+    int allocates,
+        kvquant; /* 1: a level's table has bytes that heads share (allocate.h); levels (kvquant.h) */
+    int squat;   /* 1: a tier's encoder wants to know the queries (metric.h) */
 } tkvi_plan;
 
-/* Do blocks of this layer need a table? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->shared[TKV_WARM] || p->shared[TKV_ARCHIVE]; }
+/* Do blocks of this layer need a table, at any level? */
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
 
 #define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
 
@@ -68,7 +76,10 @@ typedef struct tkvi_shape {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int n_stored;      /* layers with blocks of their own */
+    int n_stored; /* layers with blocks of their own */
+    int n_levels; /* of the ladder */
+    int spare;    /* pages that recoding needs under a budget; 0: there is none */
+    tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
     tkvi_bytes bytes[TKVI_MAX_CODINGS];
@@ -97,6 +108,10 @@ typedef struct tkvi_tables {
     int any_shared, any_kvquant;
     size_t page_bytes;
     tkvi_plan *plan;     /* [n_layers] */
+    tkvi_rule *rule;     /* [n_layers][n_levels] */
+    int n_levels, level; /* of the ladder, and where the cache is */
+    int spare;           /* pages that recoding needs under a budget */
+    tkv_level ladder[TKV_MAX_LEVELS];
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
@@ -109,8 +124,16 @@ typedef struct tkvi_tables {
 
 /* The coding that blocks of this layer's tier get now. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
-    const tkvi_plan *p = &t->plan[layer];
-    return p->coding[tier] + (p->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+    const tkvi_rule *r = &t->plan[layer].now;
+    return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+}
+
+/* All layers go by this level of the ladder. */
+static void tkvi_take_level(tkvi_tables *t, int level) {
+    int i;
+    t->level = level;
+    for (i = 0; i < t->cfg.n_layers; i++)
+        if (t->plan[i].stored == i) t->plan[i].now = t->rule[(size_t)i * (size_t)t->n_levels + (size_t)level];
 }
 
 /* >>validate */
@@ -229,8 +252,9 @@ static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tk
     return p;
 }
 
-/* One layer's lengths and pairs; `pair` gets hot, warm, archive. */
-static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) {
+/* One layer's lengths and pairs at a level of the ladder; `pair` gets hot, warm, archive. What the layer says of itself
+ * holds at every level. */
+static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
     tkv_layer_config wide = tkvi_cache_wide(cfg), none;
     const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
     tkvi_plan p;
@@ -238,9 +262,11 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, int layer, tkv_pair *pair) 
     memset(&none, 0, sizeof none);
     p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
-    p.hot = tkvi_length(c->hot_tokens, wide.hot_tokens, 64);
-    p.warm = tkvi_length(c->warm_tokens, wide.warm_tokens, 448);
+    p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
+    p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_NONE);
+    wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
+    wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
     pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
     pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
     pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
@@ -262,6 +288,52 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 #if !defined(__GNUC__) && !defined(__clang__)
     cfg->quality_heads = 0; /* without atomics nobody may add (meter.h) */
 #endif
+}
+
+/* >>ladder. Without one of the caller's: under a budget exact at first, then as tight as must be; without a budget the
+ * plan of the config alone. */
+static const tkv_level tkvi_ladder_exact = {
+    TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+static const tkv_level tkvi_ladder_steps[] = {
+    {0, TKV_ALL, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {0, TKV_ALL, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0,
+     0,
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+};
+
+static int tkvi_levels_of(const tkv_config *cfg) {
+    const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
+}
+
+/* The policy for as many levels as there are: the last threshold serves the rest. */
+static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
+    tkv_policy_config p = cfg->policy;
+    int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
+    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
+    n = tkvi_policy_levels(&p);
+    for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
+    for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
+    if (steps == 0) { /* one level: nothing to decide */
+        if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
+        p.max_level = TKV_NONE;
+    }
+    return tkvi_policy_fill(&p, full);
+}
+
+static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
+    int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    h->n_levels = tkvi_levels_of(cfg);
+    memset(h->ladder, 0, sizeof h->ladder);
+    for (i = 0; i < h->n_levels && cfg->ladder; i++) h->ladder[i] = cfg->ladder[i];
+    if (cfg->ladder || !cfg->budget_bytes) return;
+    h->ladder[0] = tkvi_ladder_exact;
+    for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
@@ -359,88 +431,125 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     return best;
 }
 
-/* Adds the blocks, by key, that a layer has of one sequence of usual length: pages are cut for it. */
-static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, int64_t *blocks) {
+/* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
+static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkvi_rule *r, int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
-    most[TKV_HOT] = p->hot / TKVI_BLOCK + 1; /* the partial block too */
-    most[TKV_WARM] = (p->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_coding]++;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
-        blocks[p->key[tier]] += n;
+        blocks[r->key[tier]] += n;
         left -= n;
     }
 }
 
 /* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
  * that takes everything. */
-static int tkvi_reached(const tkv_config *cfg, const tkvi_plan *p, int tier) {
-    if (tier != TKV_HOT && p->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_ARCHIVE || p->warm < cfg->max_tokens;
+static int tkvi_reached(const tkv_config *cfg, const tkvi_rule *r, int tier) {
+    if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
-/* The plan of one layer; its codings become keys of the shape. */
-static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p) {
-    tkv_pair pair[TKV_TIER_COUNT], unused[TKV_TIER_COUNT];
-    int tier, other, few = 0;
-    *p = tkvi_resolve(&h->cfg, layer, pair);
+/* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
+static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_rule *r) {
+    tkv_pair pair[TKV_TIER_COUNT];
+    int tier, fits = 1;
+    *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        r->key[tier] = r->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        fits &= r->coding[tier] >= 0;
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        if (!tkvi_reached(&h->cfg, r, tier)) continue;
+        p->allocates |= tkvi_pair_allocates(pair[tier]);
+        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        p->squat |= tkvi_is_squat(pair[tier].k);
+    }
+    return fits;
+}
+
+/* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
+static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule *rule) {
+    tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
+    int level, other, fits = 1;
+    *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored != layer)
         return TKV_OK; /* reads another layer's blocks, or none; only its window is its own */
     p->keep = p->window;
     for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
-            int window = tkvi_resolve(&h->cfg, other, unused).window;
+            int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        p->key[tier] = p->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
-        few |= p->coding[tier] < 0;
-        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
-        if (!tkvi_reached(&h->cfg, p, tier)) continue;
-        p->allocates |= tkvi_pair_allocates(pair[tier]);
-        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
-        p->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        p->squat |= tkvi_is_squat(pair[tier].k);
-    }
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->coding[TKV_HOT];
-    few |= p->sink_coding < 0;
+    for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
+    p->now = rule[h->cfg.policy.min_level];
+    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->now.coding[TKV_HOT];
+    fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
     h->any_kvquant |= p->kvquant;
-    return few ? TKV_ERR_CONFIG : TKV_OK;
+    return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Where heads share, the layer gets codings of its own, `next` being the first that is free. */
-static void tkvi_own_codings(tkvi_plan *p, int *next) {
-    int tier;
-    for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++) {
-        if (p->stored < 0 || !p->shared[tier]) continue;
-        if (tier == TKV_ARCHIVE && p->key[tier] == p->key[TKV_WARM]) {
-            p->coding[tier] = p->coding[TKV_WARM];
+/* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
+static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
+    int at, before;
+    for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
+        tkvi_rule *r = &rule[at / TKV_TIER_COUNT];
+        const int tier = at % TKV_TIER_COUNT;
+        if (tier == TKV_HOT || !r->shared[tier]) continue;
+        for (before = 0; before < at; before++) {
+            const tkvi_rule *b = &rule[before / TKV_TIER_COUNT];
+            if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
+        }
+        if (before < at) {
+            r->coding[tier] = rule[before / TKV_TIER_COUNT].coding[before % TKV_TIER_COUNT];
             continue;
         }
-        p->coding[tier] = *next;
+        r->coding[tier] = *next;
         *next += TKVI_VERSIONS;
     }
+}
+
+/* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
+static int tkvi_spare_of(tkvi_shape *h) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    int level, most = 1, i, c, tier;
+    for (level = 0; level < h->n_levels; level++) {
+        int opens[TKVI_MAX_CODINGS] = {0}, n = 0;
+        for (i = 0; i < h->cfg.n_layers; i++) {
+            tkvi_plan p;
+            (void)tkvi_plan_of(h, i, &p, rule);
+            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && p.stored == i; tier++)
+                if (rule[level].hot != TKVI_FOREVER) opens[h->class_of[rule[level].key[tier]]] = 1;
+        }
+        for (c = 0; c < h->n_classes; c++) n += opens[c];
+        most = tkvi_max(most, n);
+    }
+    return most;
 }
 
 /* The config must be valid. */
 static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
-    int i, c, hot[TKVI_MAX_CODINGS] = {0};
+    int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
+    tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
     tkvi_fill_defaults(&h->cfg);
+    tkvi_ladder_of(cfg, h);
+    (void)tkvi_policy_for(cfg, &h->cfg.policy);
     for (i = 0; i < h->cfg.n_layers; i++) {
-        if (tkvi_plan_of(h, i, &p)) return TKV_ERR_CONFIG;
+        if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
         if (p.stored != i) continue;
-        tkvi_own_codings(&p, &h->n_codings);
-        tkvi_usual_blocks(h, &p, of_key);
-        hot[p.key[TKV_HOT]] = 1;
+        tkvi_own_codings(rule, h->n_levels, &h->n_codings);
+        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
+        hot[p.now.key[TKV_HOT]] = 1;
         h->n_stored++;
     }
     h->n_codings += h->n_keys;
@@ -462,11 +571,36 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
+    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
     return TKV_OK;
 }
 
 /* Of a number in a sentence, the part before the point. */
 static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
+
+static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
+    int i;
+    for (i = 0; i < cfg->n_levels; i++) {
+        tkv_layer_config c;
+        tkv_status st;
+        char why[160];
+        memset(&c, 0, sizeof c);
+        c.hot_tokens = cfg->ladder[i].hot_tokens;
+        c.warm_tokens = cfg->ladder[i].warm_tokens;
+        c.warm = cfg->ladder[i].warm;
+        c.archive = cfg->ladder[i].archive;
+        st = tkvi_validate_tiers(&c, -1, why, sizeof why);
+        if (st) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "ladder[");
+            tkvi_say_int(&t, i);
+            tkvi_say(&t, "].");
+            tkvi_say(&t, why);
+            return st;
+        }
+    }
+    return TKV_OK;
+}
 
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
@@ -518,6 +652,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
         return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
                         "it must be 128 to 2^30 - 1, or 0 for 2048");
+    TKVI_RANGE_(n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
+    if (!cfg->ladder != !cfg->n_levels)
+        return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
+                        "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
@@ -528,6 +666,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, -1, reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
+    if (!st && cfg->ladder) st = tkvi_validate_ladder(cfg, reason, size);
+    if (!st) {
+        tkv_policy_config full;
+        wrong = tkvi_policy_for(cfg, &full);
+        if (wrong) return tkvi_bad(reason, size, "policy.max_level", cfg->policy.max_level, wrong);
+    }
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
@@ -541,19 +685,20 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 
 /* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, coding, size_class, record, split, current, rope;
+    size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
+    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_rule));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_shape *h) {
@@ -698,7 +843,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
 static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
-    int i, tier, v, next = h->n_keys;
+    int i, n, v, next = h->n_keys;
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
     t->n_keys = h->n_keys;
@@ -709,8 +854,12 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
+    t->n_levels = h->n_levels;
+    t->spare = h->spare;
+    memcpy(t->ladder, h->ladder, sizeof t->ladder);
     t->plan = (tkvi_plan *)(void *)mem;
-    t->coding = (tkvi_coding *)(void *)(mem += s.plan);
+    t->rule = (tkvi_rule *)(void *)(mem += s.plan);
+    t->coding = (tkvi_coding *)(void *)(mem += s.rule);
     t->size_class = (tkvi_class *)(void *)(mem += s.coding);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
@@ -726,16 +875,20 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        (void)tkvi_plan_of(h, i, p); /* all keys are known by now */
+        tkvi_rule *rule = &t->rule[(size_t)i * (size_t)h->n_levels];
+        (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
-        tkvi_own_codings(p, &next);
-        for (tier = TKV_WARM; tier < TKV_TIER_COUNT; tier++)
-            for (v = 0; v < TKVI_VERSIONS && p->shared[tier]; v++)
-                tkvi_coding_init(&t->coding[p->coding[tier] + v], h, p->key[tier]);
+        tkvi_own_codings(rule, h->n_levels, &next);
+        for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
+            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].shared[n % TKV_TIER_COUNT]; v++)
+                tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
+                                 rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
+    tkvi_take_level(t, h->cfg.policy.min_level);
     for (i = 0; i < h->n_keys; i++)
         tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
     t->cfg.layers = NULL;
+    t->cfg.ladder = NULL;
     t->cfg.rope.frequencies = NULL;
 }
 

@@ -106,6 +106,31 @@ TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, 
     return TKV_OK;
 }
 
+/* The averages take one more pressure, a number; the level stays. */
+static void tkvi_policy_take(tkv_policy *p, float pressure) {
+    tkv_policy_info *now = &p->now;
+    const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
+    const float step = now->samples ? x - now->last : 0.0f;
+    now->average = now->samples ? now->average + a * (x - now->average) : x;
+    now->trend += a * (step - now->trend);
+    now->last = x;
+    now->peak = x > now->peak ? x : now->peak;
+    now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+    now->samples++;
+}
+
+static void tkvi_policy_move(tkv_policy_info *now, int level) {
+    if (level > now->level) now->tightened += (uint64_t)(level - now->level);
+    else now->relaxed += (uint64_t)(now->level - level);
+    now->level = level;
+}
+
+/* For a cache, which decides itself when it follows: where the policy would go, and that it went there. */
+static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
+    tkvi_policy_take(p, pressure);
+    return tkvi_policy_target(&p->cfg, p->now.average, level);
+}
+
 TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
     tkv_policy_info *now;
     int level;
@@ -115,18 +140,8 @@ TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
     if (!tkvi_is_finite(pressure)) {
         now->refused++;
     } else {
-        const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
-        const float step = now->samples ? x - now->last : 0.0f;
-        now->average = now->samples ? now->average + a * (x - now->average) : x;
-        now->trend += a * (step - now->trend);
-        now->last = x;
-        now->peak = x > now->peak ? x : now->peak;
-        now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
-        now->samples++;
-        level = tkvi_policy_target(&p->cfg, now->average, now->level);
-        if (level > now->level) now->tightened += (uint64_t)(level - now->level);
-        else now->relaxed += (uint64_t)(now->level - level);
-        now->level = level;
+        tkvi_policy_take(p, pressure);
+        tkvi_policy_move(now, tkvi_policy_target(&p->cfg, now->average, now->level));
     }
     level = now->level;
     tkvi_unlock(&p->lock);

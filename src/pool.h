@@ -36,7 +36,9 @@ typedef struct tkvi_block {
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all; /* in place: pages are never given back */
+    int keep_all;    /* in place: pages are never given back */
+    int spare;       /* free pages that only recoding may use */
+    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
@@ -136,7 +138,7 @@ static int tkvi_add_page(tkvi_pool *pool) {
 
 /* Free pages beyond what reservations need go back. The last entry of the page table moves into the hole. */
 static void tkvi_trim(tkvi_pool *pool) {
-    int64_t keep = 0;
+    int64_t keep = pool->spare;
     int c;
     if (pool->keep_all) return;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -317,11 +319,13 @@ static void tkvi_peak_take(tkvi_peak *k, int coding) {
 
 static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
 
-/* Gets everything that the peak needs. On failure nothing that a caller can see has changed. */
+/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
+ * changed. */
 static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
+    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages)
+    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;

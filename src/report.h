@@ -58,7 +58,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
 TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
     layer = tkvi_stored_layer(kv, 0, layer);
     if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
-    *out = kv->tables.coding[kv->tables.plan[layer].coding[tier]].pair;
+    *out = kv->tables.coding[kv->tables.plan[layer].now.coding[tier]].pair;
     return TKV_OK;
 }
 
@@ -218,12 +218,12 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
-    archived = tkvi_ended(whole, due - p->hot - p->warm);
-    coded = tkvi_ended(whole, due - p->hot);
+    archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
+    coded = tkvi_ended(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->shared[TKV_ARCHIVE]) archived = gone;
-    if (waiting && p->shared[TKV_WARM]) coded = archived;
+    if (waiting && p->now.shared[TKV_ARCHIVE]) archived = gone;
+    if (waiting && p->now.shared[TKV_WARM]) coded = archived;
     s.blocks[TKV_ARCHIVE] = archived - gone;
     s.blocks[TKV_WARM] = coded - archived;
     s.blocks[TKV_HOT] = whole - coded;
@@ -250,64 +250,99 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkv
     int tier;
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        tkvi_add_blocks(m, h, p->key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs, s.tokens[tier] * n_seqs,
-                        live);
+        tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
+                        s.tokens[tier] * n_seqs, live);
         here += s.blocks[tier];
     }
     return here;
 }
 
-TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
-    tkvi_shape h;
+/* The bytes with every layer's plan as this level has it. */
+static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
     int i, c;
-    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    if (st) return st;
-    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
-        return TKV_ERR_ARG;
-    if (!tkvi_fixed_sizes(&h, &fixed)) return TKV_ERR_CONFIG;
+    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
-    for (i = 0; i < h.cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+    for (i = 0; i < h->cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
         int64_t waiting = 0, here;
-        (void)tkvi_plan_of(&h, i, &p);
+        (void)tkvi_plan_of(h, i, &p, rule);
+        p.now = rule[level];
         if (p.stored != i) continue;
-        if (tkvi_plan_learns(&p)) { /* sequences that end before there is a table */
-            waiting = tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+        if (tkvi_plan_learns(
+                &p)) { /* sequences that end before there is a table; under a budget it is made early */
+            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, &h, &p, n_tokens, n_seqs - waiting, 0, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting, 0, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        here = tkvi_add_layer(&m, &h, &p, n_tokens, waiting, 1, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
-    for (c = 0; c < h.n_classes; c++) pages += tkvi_pages_for(&h.size_class[c], live[c]);
-    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h.page_bytes, &page_bytes) ||
+    for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
+    pages += h->spare;
+    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
         page_bytes > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
-    page_bytes -= h.page_bytes;
+    page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h.any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h.cfg);
-    if (learned > TKVI_LEARN) m.tables += tkvi_version_bytes(&h);
-    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(&h);
+    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h->cfg);
+    if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
-            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h.cfg.n_layers * (size_t)n_seqs;
+            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
-    tkvi_sum_up(&m, &h.cfg, page_bytes);
+    tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int level;
+    if (st) return st;
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+        return TKV_ERR_ARG;
+    for (level = h.cfg.policy.min_level;; level++) {
+        st = tkvi_estimate_at(&h, level, n_tokens, n_seqs, &m);
+        if (st) return st;
+        if (!h.cfg.budget_bytes || m.total <= h.cfg.budget_bytes) break;
+        if (level == h.cfg.policy.max_level) return TKV_ERR_BUDGET;
+    }
+    *out = m;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int low = 0, high; /* low fits, what is above high does not */
+    if (st) return st;
+    if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
+    for (high = h.cfg.max_tokens; low < high;) {
+        const int n = low + (high - low + 1) / 2;
+        st = tkvi_estimate_at(&h, h.cfg.policy.max_level, n, n_seqs, &m);
+        if (st || m.total > h.cfg.budget_bytes) high = n - 1;
+        else low = n;
+    }
+    *n_tokens = low;
     return TKV_OK;
 }
 
@@ -342,6 +377,16 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     return TKV_OK;
 }
 
+/* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
+static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
+    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    int i, t, one = kv->tables.n_levels == 1;
+    for (i = 0; i < kv->tables.n_levels; i++)
+        for (t = 0; t < TKV_TIER_COUNT; t++)
+            if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
+    return 0;
+}
+
 static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -354,6 +399,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+    if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
+        list->tight > list->archive + list->warm)
+        return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+    if (list->chunk < 0 || list->chunk > list->len)
+        return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
     if ((list->n == 0) != (list->len == list->dropped))
@@ -366,11 +416,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if (kv->tables.coding[b->coding].key != (i < list->sinks ? p->sink_coding : p->key[tier]))
+        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
+                            : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->warm : 0);
+        most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most)
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -488,7 +539,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
                 k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                    k->kv->tables.plan[g->layer].key[TKV_HOT])
+                    k->kv->tables.plan[g->layer].now.key[TKV_HOT])
                 return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }
@@ -519,6 +570,10 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
+        return tkvi_broken(&k, "there is no level", kv->tables.level);
+    if (tkvi_lazy(kv) && (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+        return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);

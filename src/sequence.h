@@ -1,159 +1,19 @@
 /*
  * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
- * May call cache and below.
+ * May call budget and below.
  *
  * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
  * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
- * failed call leaves the cache as it was. Ageing looks at lengths alone: at the start of an append (or of a
- * step) a block whose last token is hot_tokens old moves to warm, one that is hot_tokens + warm_tokens old
- * to the archive, always whole blocks, and never the tokens of the chunk that is about to be attended to.
+ * failed call leaves the cache as it was.
  */
 #ifndef TKVI_SEQUENCE_H
 #define TKVI_SEQUENCE_H
 
-#include "metric.h"
-
-/* >>ageing */
-static tkv_tier tkvi_tier_due(const tkvi_plan *p, int hot, int end, int len) {
-    int64_t age = (int64_t)len - end;
-    if (age < hot) return TKV_HOT;
-    return age < (int64_t)hot + p->warm ? TKV_WARM : TKV_ARCHIVE;
-}
-
-typedef struct tkvi_recoding {
-    tkv_cache *kv;
-    const tkvi_coding *from, *to;
-    int layer, start, tokens;
-} tkvi_recoding;
-
-static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
-    const tkvi_recoding *r = (const tkvi_recoding *)ctx;
-    const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_helpers *help = r->kv->kernels->helpers;
-    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
-    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
-    int h;
-    for (h = 0; h < cfg->n_kv_heads; h++) {
-        const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        tkvi_side to_k = b->k;
-        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
-        to_k.start = r->start;
-        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
-        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
-        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
-        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
-    }
-}
-
-/* The meter copies what is exact for the last time (meter.h). */
-static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
-    const tkvi_coding *c = &kv->tables.coding[b->coding];
-    int i;
-    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].key[TKV_HOT]) return;
-    for (i = 0; i < kv->meter->n; i++) {
-        tkvi_gauge *g = &kv->meter->gauge[i];
-        if (g->layer == layer)
-            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
-                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
-                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
-    }
-}
-
-/* Block i of a list goes to another tier's coding, or only on paper. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
-    tkvi_block *b = &kv->pool.block[id];
-    tkvi_recoding r;
-    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    if (paper) {
-        tkvi_peak_take(paper, coding);
-        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
-        return;
-    }
-    tkvi_keep_exact(kv, seq, layer, b);
-    r.kv = kv;
-    r.from = &kv->tables.coding[b->coding];
-    r.to = &kv->tables.coding[coding];
-    r.layer = layer;
-    r.start = b->start;
-    r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
-    if (b->refs > 1) { /* the other holders keep theirs */
-        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
-        b = &kv->pool.block[id];
-        tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        tkvi_release_block(&kv->pool, id);
-    } else {
-        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
-    }
-}
-
-/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
- * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
-static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
-    uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, gone = 0, len = now.len;
-    while (p->keep && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
-        const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (paper && b->refs == 1) tkvi_peak_give(paper, b->coding);
-        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
-        gone++;
-    }
-    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
-        int left = gone, tier, *of_tier[3];
-        of_tier[0] = &now.sinks;
-        of_tier[1] = &now.archive;
-        of_tier[2] = &now.warm;
-        now.dropped = tkvi_block_start(kv, ids, gone);
-        for (tier = 0; tier < 3; tier++) {
-            int take = tkvi_min(left, *of_tier[tier]);
-            *of_tier[tier] -= take;
-            left -= take;
-        }
-        now.n -= gone;
-        if (paper) {
-            ids += gone;
-        } else {
-            memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
-            *list = now;
-        }
-    }
-    for (i = now.sinks + now.archive; i < now.n; i++) {
-        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
-        int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-        tkv_tier due = tkvi_tier_due(p, hot, end, len);
-        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
-        if (due == TKV_HOT || (!whole && !partial)) break;
-        if (is_warm && due == TKV_WARM) {
-            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
-            continue;
-        }
-        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
-        if (is_warm) now.warm--;
-        if (due == TKV_ARCHIVE) now.archive++;
-        else now.warm++;
-    }
-    if (!paper) *list = now;
-}
+#include "budget.h"
 
 /* Slots of a class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-/* >>paper: starts with what there is and what was promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv) {
-    tkvi_peak k;
-    int c;
-    memset(&k, 0, sizeof k);
-    k.tables = &kv->tables;
-    k.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
-    tkvi_peak_note(&k);
-    return k;
 }
 
 /* Does the tail have a block that takes another token? */
@@ -182,7 +42,7 @@ static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_pea
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->coding[TKV_HOT]);
+    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
@@ -201,7 +61,7 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && !whole; i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
 /* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
@@ -227,7 +87,8 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
         tkv_tier due;
         if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
         if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(p, p->hot, i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
+                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
         need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
         need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
     }
@@ -235,7 +96,7 @@ static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *l
     if (sink) live[coding[p->sink_coding].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > room[tier]) need[tier] = room[tier];
-        if (need[tier] > 0) live[coding[p->coding[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
@@ -265,7 +126,7 @@ static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *
     int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
     memcpy(before, paper->live, bytes);
     promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, kv->tables.plan[layer].hot, 0, paper);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
     tkvi_paper_append(kv, seq, layer, n, paper);
     if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
         memcpy(paper->live, before, bytes);
@@ -353,7 +214,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         return id;
     }
     {
-        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->coding[TKV_HOT];
+        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
         id = tkvi_new_block(&kv->pool, coding, list->len);
         memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
         list->sinks += sink;
@@ -366,6 +227,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
         const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -430,6 +292,40 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
+/* An append on paper. */
+static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
+    return paper;
+}
+
+/* Under a budget: what is due with this append, and room for it. 0: it does not fit, and nothing has changed. */
+static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                              const tkvi_peak *paper, size_t *takes) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const size_t budget = kv->tables.cfg.budget_bytes;
+    size_t index = tkvi_index_growth(kv, paper), opened = 0;
+    int i, sink;
+    for (i = 0; i < n_rows; i++) {
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, rows[i].seq, layer);
+        if (rows[i].n == 0) continue;
+        index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
+        opened += (size_t)tkvi_new_blocks(kv, p, list, ids, rows[i].n, &sink) *
+                  kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total;
+    }
+    for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (!kv->seq[rows[i].seq].in_step) list->chunk = list->len;
+    }
+    tkvi_need_of(kv, paper);
+    if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
+    tkvi_keep_pace(kv, opened, index);
+    return tkvi_make_room(kv, index, budget);
+}
+
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
     tkv_rows one;
@@ -476,9 +372,17 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
-    paper = tkvi_paper(kv);
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, p->layer, rows[i].n, &paper);
+    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    if (tkvi_lazy(kv)) {
+        size_t takes;
+        tkvi_learn_end(kv, p->layer, had, 1); /* blocks may go by it at once */
+        had = kv->tables.current[p->layer];
+        if (!tkvi_room_for_rows(kv, p->layer, rows, n_rows, &paper, &takes)) {
+            tkvi_learn_end(kv, p->layer, had, 0);
+            return tkvi_over_budget(kv, takes);
+        }
+        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
@@ -490,7 +394,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step)
-            tkvi_age(kv, rows[i].seq, p->layer, kv->tables.plan[p->layer].hot, 0, NULL);
+            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
@@ -537,7 +441,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].hot != TKVI_FOREVER ? 0 : kv->tables.plan[layer].hot,
+                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
+                                                                                 : tkvi_hot_age(kv, layer),
                          partial, pass ? NULL : &paper);
         if (pass) continue;
         ready = tkvi_peak_ready(&kv->pool, &paper);
@@ -584,7 +489,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        list->step_len = list->len;
+        list->step_len = list->chunk = list->len;
     }
     kv->seq[seq].in_step = 1;
     return TKV_OK;
@@ -617,6 +522,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
     list->len = len;
+    list->chunk = tkvi_min(list->chunk, len);
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -659,6 +565,17 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
+    if (tkvi_lazy(kv)) {
+        const size_t index = tkvi_index_growth(kv, &paper), budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_need_of(kv, &paper);
+        if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+            tkvi_promise(kv, seq, had);
+            tkvi_trim(&kv->pool);
+            return tkvi_over_budget(kv, takes);
+        }
+        paper = tkvi_paper(kv);
+    }
     if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);

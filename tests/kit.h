@@ -38,7 +38,7 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* a test that cannot hav
 typedef struct purse {
     int closed; /* 0: gives; 1: refuses; n: refuses after n - 1 more */
     int asked;
-    size_t held;
+    size_t held, most;
 } purse;
 
 static inline void *purse_alloc(void *user, size_t size, size_t align) {
@@ -54,6 +54,7 @@ static inline void *purse_alloc(void *user, size_t size, size_t align) {
     memcpy(at - sizeof raw, &raw, sizeof raw);
     memset(at, 0xff, size); /* NaN to whoever reads it too early */
     p->held += size;
+    if (p->held > p->most) p->most = p->held;
     return at;
 }
 

@@ -1085,7 +1085,7 @@ TEST(peak_of_a_prompt) {
         page = kv->tables.page_bytes;
         /* above the end: one layer's exact chunk while it is recoded, a page per size, a table's old half */
         hot = (size_t)(chunks[i] / BLOCK + 1) *
-              kv->tables.coding[kv->tables.plan[0].coding[TKV_HOT]].bytes.total;
+              kv->tables.coding[kv->tables.plan[0].now.coding[TKV_HOT]].bytes.total;
         CHECK_LE(m.peak, m.total + hot + 4 * page + m.index);
         tkv_destroy(kv);
         close_book();

@@ -502,8 +502,9 @@ static int version_free(int layer) {
             const tkvi_plan *p = &kv->tables.plan[layer];
             int t;
             for (t = TKV_WARM; t < TKV_TIER_COUNT; t++)
-                if (p->shared[t] && b->coding >= p->coding[t] && b->coding < p->coding[t] + TKVI_VERSIONS)
-                    used[b->coding - p->coding[t]] = 1;
+                if (p->now.shared[t] && b->coding >= p->now.coding[t] &&
+                    b->coding < p->now.coding[t] + TKVI_VERSIONS)
+                    used[b->coding - p->now.coding[t]] = 1;
         }
     }
     for (i = 0; i < TKVI_VERSIONS; i++) free_ones += !used[i];

@@ -505,8 +505,8 @@ TEST(config_defaults) {
     CHECK_EQ(info.tokens[TKV_HOT], 1025 - (960 - 4) / 64 * 64);
     reads_as(kv, 0, 0, 1, 0, 4, TKV_F16);
     reads_as(kv, 0, 0, 1, 1025 - 64, 64, TKV_F16);
-    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].coding[TKV_WARM]].pair.k), "kivi4");
-    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].coding[TKV_ARCHIVE]].pair.v), "kivi2");
+    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].now.coding[TKV_WARM]].pair.k), "kivi4");
+    CHECK_STR(tkv_format_name(kv->tables.coding[kv->tables.plan[0].now.coding[TKV_ARCHIVE]].pair.v), "kivi2");
     tkv_destroy(kv);
     tkv_destroy(NULL);
 }

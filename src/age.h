@@ -1,0 +1,167 @@
+/*
+ * age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on paper
+ * (tkvi_peak). May call cache and below.
+ *
+ * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
+ * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
+ * of the chunk that is about to be attended to.
+ */
+#ifndef TKVI_AGE_H
+#define TKVI_AGE_H
+
+#include "metric.h"
+
+static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
+    int64_t age = (int64_t)len - end;
+    if (age < hot) return TKV_HOT;
+    return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
+}
+
+/* Under a budget blocks get tighter when bytes are needed (budget.h), else when they are old. */
+static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+
+/* The age at which a layer's blocks leave the hot tier by themselves. */
+static int tkvi_hot_age(const tkv_cache *kv, int layer) {
+    return tkvi_lazy(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
+}
+
+static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
+    return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
+}
+
+typedef struct tkvi_recoding {
+    tkv_cache *kv;
+    const tkvi_coding *from, *to;
+    int layer, start, tokens;
+} tkvi_recoding;
+
+static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
+    const tkvi_recoding *r = (const tkvi_recoding *)ctx;
+    const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_helpers *help = r->kv->kernels->helpers;
+    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
+        tkvi_side to_k = b->k;
+        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
+        to_k.start = r->start;
+        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
+        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
+        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
+        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
+    }
+}
+
+/* The meter copies what is exact for the last time (meter.h). */
+static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int i;
+    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        if (g->layer == layer)
+            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
+    }
+}
+
+/* Block i of a list goes to another tier's coding, or only on paper. */
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
+    tkvi_block *b = &kv->pool.block[id];
+    tkvi_recoding r;
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
+    if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
+    if (paper) {
+        tkvi_peak_take(paper, coding);
+        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
+        return;
+    }
+    tkvi_keep_exact(kv, seq, layer, b);
+    kv->demoted++;
+    r.kv = kv;
+    r.from = &kv->tables.coding[b->coding];
+    r.to = &kv->tables.coding[coding];
+    r.layer = layer;
+    r.start = b->start;
+    r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
+    if (b->refs > 1) { /* the other holders keep theirs */
+        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        b = &kv->pool.block[id];
+        tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        tkvi_release_block(&kv->pool, id);
+    } else {
+        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+    }
+}
+
+/* >>paper: starts with what there is and what was promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv) {
+    tkvi_peak k;
+    int c;
+    memset(&k, 0, sizeof k);
+    k.tables = &kv->tables;
+    k.live = kv->peak_live;
+    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    tkvi_peak_note(&k);
+    return k;
+}
+
+/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
+ * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
+static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, gone = 0, len = now.len;
+    while (p->keep && gone + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
+        const tkvi_block *b = &kv->pool.block[ids[gone]];
+        if (paper && b->refs == 1) tkvi_peak_give(paper, b->coding);
+        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
+        gone++;
+    }
+    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
+        int left = gone, tier, *of_tier[3];
+        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
+        now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
+        of_tier[0] = &now.sinks;
+        of_tier[1] = &now.archive;
+        of_tier[2] = &now.warm;
+        now.dropped = tkvi_block_start(kv, ids, gone);
+        for (tier = 0; tier < 3; tier++) {
+            int take = tkvi_min(left, *of_tier[tier]);
+            *of_tier[tier] -= take;
+            left -= take;
+        }
+        now.n -= gone;
+        if (paper) {
+            ids += gone;
+        } else {
+            memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
+            *list = now;
+        }
+    }
+    for (i = now.sinks + now.archive; i < now.n; i++) {
+        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
+        int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
+        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        if (due == TKV_HOT || (!whole && !partial)) break;
+        if (is_warm && due == TKV_WARM) {
+            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
+            continue;
+        }
+        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
+        if (is_warm) now.warm--;
+        if (due == TKV_ARCHIVE) now.archive++;
+        else now.warm++;
+    }
+    if (!paper) *list = now;
+}
+
+#endif /* TKVI_AGE_H */

@@ -1,0 +1,437 @@
+/*
+ * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
+ *
+ *     append -> does it fit, if everything old were at the last level?     no: TKV_ERR_BUDGET, nothing has changed
+ *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
+ *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
+ *
+ * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
+ * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
+ * block that comes out of it: these spare pages are held from the first append on and used by nothing else. A list
+ * remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found by a
+ * look at each list.
+ *
+ * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
+ * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
+ * Blocks never get looser by that. May call age and below.
+ */
+#ifndef TKVI_BUDGET_H
+#define TKVI_BUDGET_H
+
+#include "age.h"
+
+/* >>bytes */
+/* All that is held, but free pages that nobody keeps. */
+static size_t tkvi_in_use(const tkv_cache *kv) {
+    const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
+    return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
+}
+
+/* All but pages. */
+static size_t tkvi_rest(const tkv_cache *kv) {
+    return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
+}
+
+/* Bytes held when there are so many slots of each class, room for recoding included. */
+static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
+    int64_t pages = kv->pool.spare;
+    size_t bytes;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
+    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
+        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
+        return (size_t)-1;
+    return bytes;
+}
+
+/* Memory that an array may take when it grows; the old one is given back, but not before. */
+static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
+    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+}
+
+static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
+    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
+}
+
+static size_t tkvi_index_growth(const tkv_cache *kv, const tkvi_peak *paper) {
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block)) +
+           tkvi_growth(kv->pool.page_cap, paper->most_pages + kv->pool.spare, sizeof(tkvi_page));
+}
+
+/* What an operation asks for, from its paper. */
+static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        kv->need[c] = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+}
+
+/* >>what is stored more loosely than a level wants it */
+typedef struct tkvi_stale {
+    int seq, layer, i, coding;
+    tkv_tier due;
+} tkvi_stale;
+
+static int tkvi_any_step(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
+    return any;
+}
+
+/* Where block i of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    tkv_tier due = tkvi_tier_due(r, r->hot, end, list->len);
+    if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
+    while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
+        due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+    return due;
+}
+
+/* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
+static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
+    if (i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+    if (due == TKV_ARCHIVE) list->tightest++;
+    list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
+}
+
+/* The oldest block of a list that the level wants tighter, first for the archive, then for warm. 0: there is none. */
+static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &kv->tables.plan[layer].now;
+    for (;;) {
+        int i = list->sinks + list->tightest;
+        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        const tkvi_block *b;
+        if (due != TKV_ARCHIVE) {
+            i = list->sinks + list->tight;
+            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        }
+        if (due == TKV_HOT) return 0;
+        b = &kv->pool.block[ids[i]];
+        s->coding = tkvi_coding_of(&kv->tables, layer, due);
+        if (b->refs == 1 && tkvi_tighter(kv, b->coding, s->coding)) {
+            s->seq = seq;
+            s->layer = layer;
+            s->i = i;
+            s->due = due;
+            return 1;
+        }
+        tkvi_in_place(list, i, due);
+    }
+}
+
+/* Is there a slot for it, without more memory? */
+static int tkvi_has_slot(const tkv_cache *kv, int coding) {
+    return kv->pool.n_free_pages > 0 || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL;
+}
+
+/* The oldest of all lists; `anywhere`: also one that there is no slot for. */
+static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
+    int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            tkvi_stale s;
+            int age;
+            if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
+            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
+            if (age <= most || (!anywhere && !tkvi_has_slot(kv, s.coding))) continue;
+            most = age;
+            *oldest = s;
+            found = 1;
+        }
+    return found;
+}
+
+static uint64_t tkvi_pending(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = list->sinks + list->tightest; i < list->n; i++) {
+                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (due == TKV_HOT) break;
+                n += b->refs == 1 && tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+            }
+        }
+    return n;
+}
+
+/* >>events */
+static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                      const char *text) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.layer = layer;
+    e.from = from;
+    e.to = to;
+    e.bytes = bytes;
+    e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+/* An operation does not fit, at the last level either. */
+static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
+    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
+                              " bytes, more than the budget; reset a sequence or raise it");
+    kv->refused++;
+    tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    return st;
+}
+
+/* >>levels */
+static void tkvi_go_to_level(tkv_cache *kv, int level) {
+    const int from = kv->tables.level;
+    size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
+    if (level == from) return;
+    tkvi_take_level(&kv->tables, level);
+    for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+    kv->relax_at = (size_t)-1;
+    tkvi_policy_move(&kv->policy.now, level);
+    tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+              level > from ? "memory is short: old tokens get tighter"
+                           : "memory is free again: new tokens are looser");
+}
+
+/* Slots of each class, in need[n_classes ...]: those of now, with what is needed. */
+static int64_t *tkvi_slots_now(tkv_cache *kv) {
+    int64_t *slots = kv->need + kv->tables.n_classes;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+    return slots;
+}
+
+/* The same if all blocks were where this level wants them, and those that are
+ * looser by now as well: `looser` also makes tighter ones as large as the level has them. */
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
+    const tkvi_tables *t = &kv->tables;
+    int64_t *slots = tkvi_slots_now(kv);
+    int seq, layer, i, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < t->cfg.max_seqs; seq++)
+        for (layer = 0; layer < t->cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const tkvi_rule *r = &t->rule[(size_t)layer * (size_t)t->n_levels + (size_t)level];
+            for (i = list->sinks; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
+                int coding = r->coding[due];
+                if (b->refs > 1) continue;
+                if (due == TKV_HOT && !looser) break;
+                if (looser ? !tkvi_tighter(kv, coding, b->coding) : !tkvi_tighter(kv, b->coding, coding))
+                    continue;
+                slots[t->coding[b->coding].size_class]--;
+                slots[t->coding[coding].size_class]++;
+            }
+        }
+    return slots;
+}
+
+/* Would what is needed (kv->need) fit, with everything as tight as the policy allows? *bytes: what it takes then. */
+static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
+    if (*bytes <= budget) return 1; /* as it is */
+    *bytes = tkvi_bytes_with(kv, tkvi_slots_at(kv, kv->policy.cfg.max_level, 0), extra);
+    return *bytes <= budget;
+}
+
+/* >>work */
+/* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
+ * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
+ * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
+    tkvi_stale s;
+    tkvi_list *list;
+    size_t had;
+    const int spare = kv->pool.spare;
+    if (!tkvi_next_stale(kv, 0, &s)) return 0;
+    if (within) {
+        int64_t *now = tkvi_slots_now(kv);
+        now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
+        now[kv->tables.coding[s.coding].size_class]++;
+        if (tkvi_bytes_with(kv, now, extra) > within) return 0;
+    }
+    list = tkvi_list_of(kv, s.seq, s.layer);
+    had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
+    if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
+        int8_t before; /* a table of what there is: it must get tighter now */
+        if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        tkvi_learn_end(kv, s.layer, before, 1);
+        tkvi_tell(kv, TKV_EVENT_TABLE, s.layer, -1, -1, 0, "a table was made early: bytes are needed");
+        s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
+    }
+    kv->pool.spare = 0;
+    tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
+    kv->pool.spare = spare;
+    tkvi_in_place(list, s.i, s.due);
+    kv->recoded[kv->tables.level]++;
+    return had - kv->tables.coding[s.coding].bytes.total;
+}
+
+/* What the level allows before the next one begins: its threshold of the budget; at level 0 nothing is to be done. */
+static size_t tkvi_soft_limit(const tkv_cache *kv) {
+    const int level = kv->tables.level;
+    if (level == 0) return (size_t)-1;
+    return (size_t)((double)kv->tables.cfg.budget_bytes * (double)kv->policy.cfg.threshold[level - 1]);
+}
+
+/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
+static int tkvi_may_relax(tkv_cache *kv) {
+    const int level = kv->tables.level;
+    const tkv_policy_config *p = &kv->policy.cfg;
+    if (tkvi_in_use(kv) >= kv->relax_at) return 0;
+    if ((double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0) <
+        (double)kv->tables.cfg.budget_bytes * (double)(p->threshold[level - 1] - p->hysteresis))
+        return 1;
+    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
+    return 0;
+}
+
+/* With each append: the average moves, the level may; and blocks get tighter while more is held than the level
+ * allows, as many as the new bytes require, but one at least. */
+static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    const float pressure = own > kv->outside ? own : kv->outside;
+    size_t won = 0, one;
+    tkvi_stale s;
+    int level = kv->tables.level, target = tkvi_policy_sample(&kv->policy, pressure, level);
+    if (target > level && !tkvi_next_stale(kv, 1, &s)) tkvi_go_to_level(kv, level + 1);
+    if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
+    level = kv->tables.level;
+    while (level > 0 &&
+           (tkvi_in_use(kv) > tkvi_soft_limit(kv) || kv->outside > kv->policy.cfg.threshold[level - 1])) {
+        one = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+        won += one;
+        if (one == 0 || won >= new_bytes) return;
+    }
+}
+
+/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_at_last must have said yes. */
+static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
+    for (;;) {
+        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
+            tkvi_trim(&kv->pool); /* the index may need what pages have left */
+            return 1;
+        }
+        if (tkvi_tighten_one(kv, extra, 0)) continue;
+        if (kv->tables.level >= kv->policy.cfg.max_level) return 0;
+        tkvi_go_to_level(kv, kv->tables.level + 1);
+    }
+}
+
+/* >>public */
+TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
+    int i;
+    if (!kv || !out) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->budget = kv->tables.cfg.budget_bytes;
+    out->used = tkvi_in_use(kv);
+    out->peak = kv->heap.peak;
+    out->level = kv->tables.level;
+    out->n_levels = kv->tables.n_levels;
+    out->policy = kv->policy.now;
+    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
+    out->demoted = kv->demoted;
+    out->refused = kv->refused;
+    out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
+    const int n = kv ? kv->tables.n_classes : 0;
+    size_t takes;
+    if (!kv) return TKV_ERR_ARG;
+    if (!kv->tables.spare)
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
+    if (kv->pool.keep_all && bytes == 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
+    if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0) {
+        kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        kv->pool.spare = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_ok(kv);
+    }
+    memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
+        tkvi_peak paper = tkvi_paper(kv);
+        kv->pool.spare = kv->tables.spare;
+        if (!tkvi_peak_ready(&kv->pool, &paper)) {
+            kv->pool.spare = 0;
+            return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
+        }
+    }
+    if (!tkvi_fits_at_last(kv, 0, bytes, &takes)) {
+        if (!kv->tables.cfg.budget_bytes) kv->pool.spare = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_over_budget(kv, takes);
+    }
+    kv->tables.cfg.budget_bytes = bytes;
+    if (!tkvi_make_room(kv, 0, bytes)) return tkvi_over_budget(kv, takes);
+    tkvi_trim(&kv->pool);
+    if (kv->pool.keep_all) /* the rest of what is held does not change */
+        kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
+    else kv->heap.limit = bytes;
+    kv->relax_at = (size_t)-1;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
+    if (!kv) return TKV_ERR_ARG;
+    if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+    tkvi_go_to_level(kv, level);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
+    size_t i, n;
+    if (!kv) return TKV_ERR_ARG;
+    if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
+        return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
+    n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
+    for (i = 0; i < n; i++)
+        if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
+    tkvi_take_level(&kv->tables, kv->tables.level);
+    for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
+        kv->list[i].tight = kv->list[i].tightest = 0;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
+    int n = 0;
+    if (!kv || max_work < 0) return TKV_ERR_ARG;
+    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
+           tkvi_in_use(kv) > tkvi_soft_limit(kv) - tkvi_soft_limit(kv) / 10 &&
+           tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
+        n++;
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
+    if (!kv) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(pressure)) return tkvi_fail(kv, TKV_ERR_ARG, "pressure is not a number", 0, NULL);
+    kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_BUDGET_H */

@@ -1,0 +1,841 @@
+/*
+ * test_budget.c - the budget: never a byte over it, exact as long as it allows, oldest first, and a refusal changes
+ * nothing. The allocator counts; in place the memory has borders.
+ *
+ *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_budget     calls per config of the random test, first seed
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "kit.h"
+
+enum {
+    BLOCK = TKV_BLOCK_TOKENS,
+    SEQS = 3,
+    LAYERS = 3,
+    KV_HEADS = 2,
+    HEADS = 4,
+    DIM = 32,
+    ROW = KV_HEADS * DIM,
+    TOKEN = 2 * ROW * 2, /* bytes of a token and layer in FP16, K and V */
+    LONGEST = 4000,
+    CHUNK = 128
+};
+
+/* >>what was appended, to be read again */
+typedef struct story {
+    int len;
+    float k[LONGEST][ROW], v[LONGEST][ROW];
+} story;
+
+static story told[SEQS][LAYERS];
+static float k_in[SEQS * CHUNK * ROW], v_in[SEQS * CHUNK * ROW], k_out[LONGEST * ROW], v_out[LONGEST * ROW];
+static tkv_rng rng;
+
+static float halved(float x) { return tkvi_f16_to_f32(tkvi_f32_to_f16(x)); }
+
+static void forget(int seq) {
+    int l;
+    for (l = 0; l < LAYERS; l++) told[seq][l].len = 0;
+}
+
+static void forget_all(void) {
+    int s;
+    for (s = 0; s < SEQS; s++) forget(s);
+}
+
+static void fresh(int n) {
+    tkv_rng_fill(&rng, k_in, (size_t)(n * ROW), 1.0);
+    tkv_rng_fill(&rng, v_in, (size_t)(n * ROW), 1.0);
+}
+
+static void tell(int seq, int layer, int from, int n) {
+    story *s = &told[seq][layer];
+    int t, c;
+    for (t = 0; t < n; t++, s->len++)
+        for (c = 0; c < ROW; c++) {
+            s->k[s->len][c] = halved(k_in[(from + t) * ROW + c]);
+            s->v[s->len][c] = halved(v_in[(from + t) * ROW + c]);
+        }
+}
+
+static tkv_status append(tkv_cache *kv, int seq, int layer, int n) {
+    tkv_status st;
+    fresh(n);
+    st = tkv_append(kv, seq, layer, k_in, v_in, n);
+    if (!st) tell(seq, layer, 0, n);
+    return st;
+}
+
+/* One token, or n, to all layers; the first status that is not ok. */
+static tkv_status append_all(tkv_cache *kv, int seq, int n) {
+    tkv_status st = TKV_OK;
+    int l;
+    for (l = 0; l < LAYERS && !st; l++) st = append(kv, seq, l, n);
+    return st;
+}
+
+/* Reads all of a list: exact tokens are what was told, to the bit; the others resemble it. Returns those exact. */
+static int reads_well(const tkv_cache *kv, int seq, int layer) {
+    const story *s = &told[seq][layer];
+    double err = 0.0, all = 0.0;
+    int t, c, exact = 0, len = tkv_layer_len(kv, seq, layer);
+    CHECK_EQ(len, s->len);
+    if (len != s->len || len == 0) return 0;
+    CHECK_EQ(tkv_read((tkv_cache *)(uintptr_t)kv, seq, layer, 0, len, k_out, v_out), TKV_OK);
+    for (t = 0; t < len; t++) {
+        tkv_tier tier = TKV_HOT;
+        int same = memcmp(k_out + t * ROW, s->k[t], sizeof s->k[t]) == 0 &&
+                   memcmp(v_out + t * ROW, s->v[t], sizeof s->v[t]) == 0;
+        exact += same;
+        CHECK_EQ(tkv_tier_of(kv, seq, layer, t, &tier), TKV_OK);
+        if (tier == TKV_HOT) CHECK_MSG(same, "sequence %d, layer %d: exact token %d changed", seq, layer, t);
+        for (c = 0; c < ROW; c++) {
+            double a = (double)k_out[t * ROW + c] - (double)s->k[t][c];
+            double b = (double)v_out[t * ROW + c] - (double)s->v[t][c];
+            err += a * a + b * b;
+            all += (double)s->k[t][c] * (double)s->k[t][c] + (double)s->v[t][c] * (double)s->v[t][c];
+        }
+    }
+    CHECK_MSG(err <= 0.6 * all, "sequence %d, layer %d: errors are %.2f of the values", seq, layer,
+              err / all);
+    return exact;
+}
+
+static int all_read_well(const tkv_cache *kv) {
+    int s, l, exact = 0;
+    for (s = 0; s < SEQS; s++)
+        for (l = 0; l < LAYERS; l++) exact += reads_well(kv, s, l);
+    return exact;
+}
+
+static void sound(const tkv_cache *kv) {
+    char reason[200];
+    tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+}
+
+static tkv_budget_info budget_of(const tkv_cache *kv) {
+    tkv_budget_info b;
+    memset(&b, 0, sizeof b);
+    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
+    return b;
+}
+
+static tkv_config small(size_t budget) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = LAYERS;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DIM;
+    cfg.max_seqs = SEQS;
+    cfg.max_append = CHUNK;
+    cfg.budget_bytes = budget;
+    return cfg;
+}
+
+/* >>growth */
+static void check_growth(size_t budget, int chunk) {
+    tkv_config cfg = small(budget);
+    tkv_cache *kv;
+    purse p;
+    int l = 0, level = 0, most_level = 0, tokens = 0, context, len[LAYERS];
+    tkv_status st = TKV_OK;
+    forget_all();
+    cfg.allocator = purse_of(&p);
+    kv = make(&cfg);
+    CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
+    while (!st && tokens + chunk <= LONGEST) {
+        for (l = 0; l < LAYERS && !st; l++) {
+            st = append(kv, 0, l, chunk);
+            CHECK_LE(p.most, budget);
+        }
+        if (!st) tokens += chunk;
+        CHECK_LE(level, budget_of(kv).level); /* never looser while it grows */
+        level = budget_of(kv).level;
+        if (level > most_level) {
+            most_level = level;
+            sound(kv);
+        }
+    }
+    sound(kv);
+    (void)all_read_well(kv);
+    printf("\n    %lu bytes, chunks of %d: %d tokens of %d, level %d", (unsigned long)budget, chunk, tokens,
+           context, most_level);
+    if (st) { /* full at last: everything as it was, and again and again */
+        const tkv_budget_info b = budget_of(kv);
+        CHECK_EQ(st, TKV_ERR_BUDGET);
+        CHECK_EQ(level, b.n_levels - 1);
+        CHECK(strstr(tkv_last_error(kv), "budget") != NULL);
+        if (chunk == 1) CHECK_LE(context, tokens + 1);
+        if (chunk == 1) CHECK_LE(tokens, context + BLOCK);
+        for (l = 0; l < LAYERS; l++) len[l] = tkv_layer_len(kv, 0, l);
+        CHECK_EQ(append(kv, 0, LAYERS - 1, len[0] - len[LAYERS - 1] + chunk > chunk ? chunk : chunk),
+                 TKV_ERR_BUDGET);
+        for (l = 0; l < LAYERS; l++) CHECK_EQ(tkv_layer_len(kv, 0, l), len[l]);
+        CHECK_EQ(budget_of(kv).refused, b.refused + 1);
+        (void)all_read_well(kv);
+        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        forget(0);
+        sound(kv);
+        CHECK_EQ(append_all(kv, 0, chunk), TKV_OK);
+        (void)all_read_well(kv);
+        CHECK_LE(p.most, budget);
+    }
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+}
+
+TEST(growth_stays_within) {
+    check_growth(1300 * 1000, 1);
+    check_growth(1000 * 1000, 7);
+    check_growth(900 * 1000, 64);
+    check_growth(1100 * 1000, CHUNK);
+    check_growth(800 * 1000, 1);
+}
+
+/* Exact until a level is needed; then the oldest first, a level at a time. */
+TEST(oldest_first) {
+    tkv_config cfg = small(1000 * 1000);
+    tkv_cache *kv = make(&cfg);
+    int t, l, i, level = 0;
+    forget_all();
+    for (t = 0; t < 3200; t++) {
+        tkv_budget_info b;
+        CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        b = budget_of(kv);
+        CHECK_LE(b.level, level + 1); /* one at a time */
+        if (level == 0 && b.level == 0 && t % 100 == 0) CHECK_EQ(reads_well(kv, 0, 1), t + 1);
+        if (level == 0 && b.level == 1) CHECK_LE(0.79 * 1000e3, b.used);
+        level = b.level;
+        for (l = 0; l < LAYERS && t % 50 == 0; l++) { /* blocks get looser towards the newest */
+            const tkvi_list *list = tkvi_list_of(kv, 0, l);
+            const uint32_t *ids = tkvi_ids(kv, 0, l);
+            for (i = list->sinks + 1; i < list->n; i++)
+                CHECK(kv->tables.coding[kv->pool.block[ids[i - 1]].coding].bytes.total <=
+                      kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total);
+        }
+    }
+    CHECK(level >= 3);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+/* >>events and levels */
+typedef struct diary {
+    int n, level[64], refused, tables, wrong;
+} diary;
+
+static void note(void *user, const tkv_event *e) {
+    diary *d = (diary *)user;
+    if (!e->text || !e->text[0]) d->wrong++;
+    if (e->kind == TKV_EVENT_BUDGET) d->refused++;
+    if (e->kind == TKV_EVENT_TABLE) d->tables++;
+    if (e->kind != TKV_EVENT_LEVEL || d->n == 64) return;
+    if (e->from != (d->n ? d->level[d->n - 1] : 0)) d->wrong++;
+    d->level[d->n++] = e->to;
+}
+
+/* Relaxes when sequences end, not before all would fit; then tightens again. */
+TEST(relaxes_when_all_fits) {
+    tkv_config cfg = small(1000 * 1000);
+    diary d;
+    tkv_cache *kv;
+    int i, t, turns = 0;
+    memset(&d, 0, sizeof d);
+    forget_all();
+    cfg.on_event = note;
+    cfg.event_user = &d;
+    kv = make(&cfg);
+    for (t = 0; t < 3000; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    for (i = 0; i < d.n; i++) CHECK_EQ(d.level[i], i + 1); /* constant growth: never back */
+    CHECK_LE(3, d.n);
+    for (t = 0; t < 300; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    forget(0);
+    for (t = 0; t < 200; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 0);
+    CHECK_EQ(d.wrong, 0);
+    for (t = 0; t < 1500; t++) CHECK_EQ(append_all(kv, 2, 1), TKV_OK);
+    CHECK(budget_of(kv).level > 1);
+    for (i = 1; i + 1 < d.n; i++) turns += (d.level[i + 1] > d.level[i]) != (d.level[i] > d.level[i - 1]);
+    CHECK_LE(turns, 2);
+    CHECK_EQ(d.wrong, 0);
+    CHECK_EQ(budget_of(kv).policy.tightened - budget_of(kv).policy.relaxed, (uint64_t)budget_of(kv).level);
+    sound(kv);
+    (void)all_read_well(kv);
+    tkv_destroy(kv);
+}
+
+/* What came with the last append stays exact until the sequence's next one, whoever presses. */
+TEST(last_append_is_exact) {
+    tkv_config cfg = small(1000 * 1000);
+    tkv_cache *kv = make(&cfg);
+    int t, l, n;
+    forget_all();
+    for (l = 0; l < LAYERS; l++) CHECK_EQ(append(kv, 0, l, CHUNK), TKV_OK);
+    for (t = 0; t < 1200; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    CHECK(budget_of(kv).level > 0);
+    for (l = 0; l < LAYERS; l++) CHECK_EQ(reads_well(kv, 0, l), CHUNK);
+    for (l = 0; l < LAYERS; l++) CHECK_EQ(append(kv, 0, l, 100), TKV_OK);
+    for (t = 0; t < 1500; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    for (l = 0, n = 0; l < LAYERS; l++) n += CHUNK + 100 - reads_well(kv, 0, l);
+    CHECK(n > 0); /* of the first ones some are coded now */
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(profiles_and_ladders) {
+    static const tkv_level eight[] = {
+        {TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
+        {32, TKV_ALL, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}},
+        {32, 64, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI2, TKV_KIVI2}}};
+    tkv_config cfg = small(900 * 1000);
+    tkv_layer_config layers[LAYERS];
+    tkv_cache *kv;
+    tkv_tier_info info;
+    int t;
+    tkv_status st = TKV_OK;
+    forget_all();
+    CHECK_EQ(tkv_policy_profile(&cfg.policy, "fp16_only"), TKV_OK);
+    kv = make(&cfg);
+    for (t = 0; t < LONGEST && !st; t++) st = append_all(kv, 0, 1);
+    CHECK_EQ(st, TKV_ERR_BUDGET);
+    CHECK_EQ(budget_of(kv).demoted, 0);
+    CHECK_EQ(all_read_well(kv), told[0][0].len + told[0][1].len + told[0][2].len);
+    tkv_destroy(kv);
+    /* the caller's ladder, and a layer that says something of itself */
+    memset(layers, 0, sizeof layers);
+    layers[1].hot_tokens = TKV_ALL;
+    cfg = small(1300 * 1000);
+    cfg.ladder = eight;
+    cfg.n_levels = COUNT(eight);
+    cfg.layers = layers;
+    forget_all();
+    kv = make(&cfg);
+    for (t = 0, st = TKV_OK; t < 1800 && !st; t++) st = append_all(kv, 0, 1);
+    CHECK_EQ(st, TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 2);
+    CHECK_EQ(reads_well(kv, 0, 1), told[0][1].len);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.tokens[TKV_ARCHIVE] > 500);
+    sound(kv);
+    tkv_destroy(kv);
+    /* from the first threshold on, not from level 0 */
+    cfg = small(1000 * 1000);
+    CHECK_EQ(tkv_policy_profile(&cfg.policy, "aggressive"), TKV_OK);
+    forget_all();
+    kv = make(&cfg);
+    CHECK_EQ(budget_of(kv).level, 1);
+    for (t = 0; t < 900; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK(budget_of(kv).recoded[1] > 0);
+    CHECK_LE(budget_of(kv).pending, 3); /* above its threshold of a half, everything old is at 8 bits */
+    tkv_destroy(kv);
+}
+
+/* >>changes at run time */
+TEST(budget_goes_down_and_up) {
+    tkv_config cfg = small(1700 * 1000);
+    purse p;
+    tkv_cache *kv;
+    int t, exact;
+    size_t least;
+    forget_all();
+    cfg.allocator = purse_of(&p);
+    kv = make(&cfg);
+    for (t = 0; t < 1300; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 0);
+    CHECK_EQ(tkv_set_budget(kv, 1000 * 1000), TKV_OK);
+    CHECK_LE(p.held, 1000 * 1000);
+    CHECK(budget_of(kv).level > 0);
+    sound(kv);
+    exact = all_read_well(kv);
+    CHECK_EQ(tkv_set_budget(kv, 100 * 1000), TKV_ERR_BUDGET);
+    CHECK_EQ(all_read_well(kv), exact);
+    CHECK_EQ(budget_of(kv).budget, 1000 * 1000);
+    for (least = 1000 * 1000; tkv_set_budget(kv, least) == TKV_OK; least -= 10 * 1000)
+        CHECK_LE(p.held, least);
+    CHECK_LE(least, 900 * 1000);
+    sound(kv);
+    CHECK_EQ(tkv_set_budget(kv, 4000 * 1000), TKV_OK);
+    p.most = p.held;
+    for (t = 0; t < 800; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    CHECK_LE(p.most, 4000 * 1000);
+    CHECK_EQ(budget_of(kv).level, 0);
+    CHECK_EQ(reads_well(kv, 1, 0), 800); /* looser again */
+    CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
+    for (t = 0; t < 300; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    sound(kv);
+    CHECK_EQ(tkv_set_budget(kv, 2500 * 1000), TKV_OK);
+    sound(kv);
+    (void)all_read_well(kv);
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+    cfg = small(0);
+    kv = make(&cfg);
+    CHECK_EQ(tkv_set_budget(kv, 1000 * 1000), TKV_ERR_ARG);
+    CHECK_EQ(tkv_set_level(kv, 1), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
+TEST(idle_time_is_used) {
+    tkv_config cfg = small(1000 * 1000);
+    tkv_cache *kv = make(&cfg);
+    int t, done = 0, sum = 0;
+    uint64_t before;
+    forget_all();
+    for (t = 0; t < 900; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(tkv_maintain(kv, 0, &done), TKV_OK);
+    CHECK_EQ(done, 0);
+    do {
+        CHECK_EQ(tkv_maintain(kv, 2, &done), TKV_OK);
+        CHECK_LE(done, 2);
+        sum += done;
+    } while (done);
+    CHECK(sum > 4);
+    before = budget_of(kv).demoted;
+    for (t = 0; t < 20; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).demoted, before);
+    sound(kv);
+    CHECK_EQ(tkv_maintain(NULL, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_maintain(kv, -1, NULL), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
+TEST(pressure_from_outside) {
+    tkv_config cfg = small(8000 * 1000);
+    tkv_cache *kv = make(&cfg);
+    int t;
+    forget_all();
+    for (t = 0; t < 300; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).demoted, 0);
+    CHECK_EQ(tkv_observe(kv, tkvi_from_bits(0x7fc00000u)), TKV_ERR_ARG);
+    CHECK_EQ(tkv_observe(kv, 0.9f), TKV_OK);
+    for (t = 0; t < 20; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 1);
+    CHECK(budget_of(kv).recoded[1] > 0);
+    CHECK_EQ(tkv_observe(kv, 0.0f), TKV_OK);
+    for (t = 0; t < 20; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 0);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(hot_tokens_and_level_by_hand) {
+    tkv_config cfg = small(1000 * 1000);
+    tkv_cache *kv = make(&cfg);
+    tkv_tier_info info;
+    int t;
+    forget_all();
+    CHECK_EQ(tkv_set_hot_tokens(kv, 200), TKV_OK);
+    CHECK_EQ(tkv_set_hot_tokens(kv, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_set_level(kv, 99), TKV_ERR_ARG);
+    for (t = 0; t < 1000; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK_EQ(tkv_tier_counts(kv, 0, 0, &info), TKV_OK);
+    CHECK_LE(200, info.tokens[TKV_HOT]);
+    CHECK(budget_of(kv).level > 0);
+    CHECK_EQ(tkv_set_level(kv, 4), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 4);
+    CHECK(budget_of(kv).pending > 0);
+    for (t = 0; t < 100; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    sound(kv);
+    (void)all_read_well(kv);
+    tkv_destroy(kv);
+    /* a ladder without a budget: the plan of a level, by age */
+    {
+        static const tkv_level two[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+                                        {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
+        tkv_pair pair;
+        cfg = small(0);
+        cfg.ladder = two;
+        cfg.n_levels = 2;
+        forget_all();
+        kv = make(&cfg);
+        for (t = 0; t < 700; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
+        CHECK_EQ(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), TKV_OK);
+        CHECK_EQ(pair.k, TKV_KIVI2);
+        for (t = 0; t < 700; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        sound(kv);
+        (void)all_read_well(kv);
+        tkv_destroy(kv);
+    }
+}
+
+TEST(steps_and_reservations) {
+    tkv_config cfg = small(950 * 1000);
+    purse p;
+    tkv_cache *kv;
+    int t, l, i, kept = 0;
+    tkv_status st = TKV_OK;
+    forget_all();
+    cfg.allocator = purse_of(&p);
+    kv = make(&cfg);
+    for (t = 0; t < 1600 && !st && told[0][0].len + 9 <= LONGEST; t++) {
+        int n = 1 + tkv_rng_below(&rng, 9), abort = tkv_rng_below(&rng, 3) == 0, len[LAYERS];
+        for (l = 0; l < LAYERS; l++) len[l] = told[0][l].len;
+        if (tkv_rng_below(&rng, 4) == 0) {
+            st = tkv_reserve(kv, 0, n);
+            kept += st == TKV_OK;
+        } else if (kept) {
+            kept--;
+        }
+        if (st) break;
+        CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
+        for (l = 0; l < LAYERS && !st; l++) st = append(kv, 0, l, n);
+        if (st || abort) {
+            CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+            for (l = 0; l < LAYERS; l++) told[0][l].len = len[l];
+        } else {
+            CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
+        }
+        CHECK_LE(p.most, 950 * 1000);
+        if (t % 40 == 0) sound(kv);
+    }
+    sound(kv);
+    CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
+    (void)all_read_well(kv);
+    /* what is reserved is there, whatever the others do */
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    forget(0);
+    for (i = 0; i < 300; i++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    CHECK_EQ(tkv_reserve(kv, 1, 100), TKV_OK);
+    for (st = TKV_OK; !st;) st = append_all(kv, 2, 3);
+    CHECK_EQ(st, TKV_ERR_BUDGET);
+    for (i = 0; i < 100; i++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
+    sound(kv);
+    CHECK_LE(p.most, 950 * 1000);
+    tkv_destroy(kv);
+}
+
+/* >>memory that fails */
+static tkv_status scenario(tkv_cache *kv, int *steps) {
+    tkv_status st = TKV_OK;
+    int t;
+    for (t = 0; t < 20 && !st; t++, ++*steps) st = append_all(kv, 0, 60);
+    for (t = 0; t < 8 && !st; t++, ++*steps) st = append_all(kv, 1, 40);
+    return st;
+}
+
+TEST(every_allocation_fails_once) {
+    int fail, failed = 0, last = 1;
+    for (fail = 1; last; fail++) {
+        tkv_config cfg = small(1000 * 1000);
+        tkv_cache *kv = NULL;
+        purse p;
+        int steps = 0, s, l;
+        tkv_status st;
+        forget_all();
+        cfg.allocator = purse_of(&p);
+        p.closed = fail + 1;
+        st = tkv_create(&cfg, &kv);
+        if (!st) st = scenario(kv, &steps);
+        last = p.closed == 1; /* it came to that */
+        if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
+        if (!last)
+            CHECK_EQ(st, TKV_OK); /* a second table is only better than the first: without memory it waits */
+        failed += st != TKV_OK;
+        p.closed = 0;
+        if (kv) {
+            sound(kv);
+            (void)all_read_well(kv);
+            for (s = 0; s < 2; s++)
+                for (l = 0; l < LAYERS; l++) { /* and it goes on */
+                    int behind = told[s][0].len - told[s][l].len;
+                    if (behind) CHECK_EQ(append(kv, s, l, behind), TKV_OK);
+                }
+            CHECK_EQ(append_all(kv, 0, 30), TKV_OK);
+            sound(kv);
+            CHECK_LE(p.most, 1000 * 1000);
+            tkv_destroy(kv);
+        }
+        CHECK_EQ(p.held, 0);
+    }
+    printf("\n    %d allocations failed", failed);
+    CHECK(failed > 10);
+}
+
+/* >>in place: bytes with borders */
+typedef struct place {
+    uint8_t *raw, *mem;
+    size_t bytes;
+} place;
+
+static place place_of(size_t bytes, size_t off) {
+    place p;
+    p.raw = (uint8_t *)malloc(bytes + 512);
+    if (!p.raw) exit(2);
+    memset(p.raw, 0xa5, bytes + 512);
+    p.mem = p.raw + 192 + off;
+    p.bytes = bytes;
+    return p;
+}
+
+static void borders(const place *p) {
+    const uint8_t *at;
+    for (at = p->raw; at < p->mem; at++) CHECK(*at == 0xa5);
+    for (at = p->mem + p->bytes; at < p->raw + p->bytes + 512; at++) CHECK(*at == 0xa5);
+}
+
+static tkv_cache *make_in(const tkv_config *cfg, place *p, size_t off) {
+    tkv_cache *kv = NULL;
+    size_t bytes = 0;
+    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
+    CHECK_EQ(bytes, cfg->budget_bytes);
+    *p = place_of(bytes, off);
+    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
+    return kv;
+}
+
+TEST(in_place_is_filled_to_the_end) {
+    size_t off;
+    for (off = 0; off < 64; off += 21) {
+        tkv_config cfg = small(1100 * 1000 + off * 1000);
+        place p;
+        tkv_cache *kv;
+        tkv_status st = TKV_OK;
+        int t;
+        cfg.max_tokens = LONGEST;
+        forget_all();
+        kv = make_in(&cfg, &p, off);
+        if (!kv) return;
+        for (t = 0; t < LONGEST && !st; t++) {
+            st = append_all(kv, t / 500 % 2, 1);
+            if (t % 200 == 0) sound(kv);
+        }
+        CHECK(t > 1500);
+        sound(kv);
+        (void)all_read_well(kv);
+        borders(&p);
+        CHECK_EQ(tkv_set_budget(kv, cfg.budget_bytes + 1), TKV_OK);
+        CHECK_LE(budget_of(kv).budget, cfg.budget_bytes);
+        CHECK_LE((double)cfg.budget_bytes * 0.85, budget_of(kv).budget);
+        CHECK_EQ(tkv_set_budget(kv, 0), TKV_ERR_ARG);
+        CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+        forget(0);
+        CHECK_EQ(append_all(kv, 0, CHUNK), TKV_OK);
+        sound(kv);
+        borders(&p);
+        tkv_destroy(kv);
+        borders(&p);
+        free(p.raw);
+    }
+}
+
+/* >>10,000 random calls */
+static int in_step[SEQS], step_len[SEQS][LAYERS];
+
+static int chunk_room(int seq, int layer) {
+    return CHUNK - (in_step[seq] ? told[seq][layer].len - step_len[seq][layer] : 0);
+}
+
+static void random_call(tkv_cache *kv, size_t top) {
+    int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS), kind = tkv_rng_below(&rng, 100),
+        l, n, s;
+    tkv_status st = TKV_OK;
+    if (kind < 55) { /* a token or a few, to all layers */
+        n = kind < 40 ? 1 + tkv_rng_below(&rng, 3) : 1 + tkv_rng_below(&rng, CHUNK);
+        for (l = 0; l < LAYERS && !st; l++) {
+            if (n > chunk_room(seq, l) || told[seq][l].len + n > LONGEST) continue;
+            st = append(kv, seq, l, n);
+        }
+        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
+    } else if (kind < 62) { /* a ragged batch */
+        tkv_append_params p;
+        tkv_rows rows[SEQS];
+        memset(&p, 0, sizeof p);
+        for (s = 0, n = 0; s < SEQS; s++) {
+            rows[s].seq = s;
+            rows[s].n = tkv_rng_below(&rng, 40);
+            if (rows[s].n > chunk_room(s, layer) || told[s][layer].len + rows[s].n > LONGEST) rows[s].n = 0;
+            n += rows[s].n;
+        }
+        fresh(n);
+        p.layer = layer;
+        p.batch = rows;
+        p.n_batch = SEQS;
+        p.k = k_in;
+        p.v = v_in;
+        st = tkv_append_ex(kv, &p);
+        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
+        for (s = 0, n = 0; s < SEQS && !st; s++) {
+            tell(s, layer, n, rows[s].n);
+            n += rows[s].n;
+        }
+    } else if (kind < 68) {
+        st = tkv_begin(kv, seq);
+        CHECK(in_step[seq] ? st == TKV_ERR_STATE : st == TKV_OK || st == TKV_ERR_NOMEM);
+        if (!st)
+            for (l = 0, in_step[seq] = 1; l < LAYERS; l++) step_len[seq][l] = told[seq][l].len;
+    } else if (kind < 74) {
+        if (in_step[seq] && tkv_rng_below(&rng, 2) && tkv_commit(kv, seq) == TKV_OK) in_step[seq] = 0;
+        if (in_step[seq]) {
+            CHECK_EQ(tkv_abort(kv, seq), TKV_OK);
+            for (l = 0, in_step[seq] = 0; l < LAYERS; l++) told[seq][l].len = step_len[seq][l];
+        }
+    } else if (kind < 78) {
+        st = tkv_reserve(kv, seq, 1 + tkv_rng_below(&rng, CHUNK));
+        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
+    } else if (kind < 84) {
+        int len = tkv_seq_len(kv, seq), to = len - tkv_rng_below(&rng, 90);
+        st = tkv_truncate(kv, seq, to < 0 ? 0 : to);
+        if (!st)
+            for (l = 0; l < LAYERS; l++) told[seq][l].len = tkv_layer_len(kv, seq, l);
+        CHECK(st == TKV_OK || st == TKV_ERR_INEXACT || st == TKV_ERR_STATE);
+    } else if (kind < 86) {
+        if (tkv_rng_below(&rng, 3)) return;
+        CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
+        forget(seq);
+        in_step[seq] = 0;
+    } else if (kind < 89) {
+        st = tkv_flush(kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
+        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET ||
+              st == TKV_ERR_CAPACITY);
+    } else if (kind < 92) {
+        size_t bytes = top - (size_t)tkv_rng_below(&rng, (int)(top / 2));
+        st = tkv_set_budget(kv, bytes);
+        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
+    } else if (kind < 94) {
+        CHECK_EQ(tkv_set_level(kv, tkv_rng_below(&rng, kv->tables.n_levels)), TKV_OK);
+    } else if (kind < 96) {
+        CHECK_EQ(tkv_maintain(kv, tkv_rng_below(&rng, 20), NULL), TKV_OK);
+    } else if (kind < 97) {
+        CHECK_EQ(tkv_observe(kv, (float)tkv_rng_uniform(&rng)), TKV_OK);
+    } else if (kind < 98) {
+        CHECK_EQ(tkv_set_hot_tokens(kv, 1 + tkv_rng_below(&rng, 200)), TKV_OK);
+    } else if (kind < 99) {
+        st = tkv_rng_below(&rng, 2) ? tkv_calibration_freeze(kv) : tkv_calibration_refresh(kv);
+        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM);
+    } else {
+        static float q[HEADS * DIM], out[HEADS * DIM];
+        tkv_rng_fill(&rng, q, HEADS * DIM, 1.0);
+        n = told[seq][layer].len > 0;
+        CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out), TKV_OK);
+        for (l = 0; l < n * HEADS * DIM; l++) CHECK(tkvi_is_finite(out[l]));
+    }
+}
+
+static int from_env(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+
+static void check_random(int config, uint64_t seed, int calls) {
+    static const size_t budgets[] = {1000 * 1000, 850 * 1000, 1300 * 1000, 900 * 1000};
+    const size_t top = budgets[config % 4];
+    tkv_config cfg = small(top);
+    tkv_cache *kv;
+    purse p;
+    place at;
+    int i, in_place = config % 4 == 3, refused = 0, levels = 0;
+    tkv_layer_config layers[LAYERS];
+    forget_all();
+    memset(in_step, 0, sizeof in_step);
+    rng = tkv_rng_seed(seed);
+    memset(layers, 0, sizeof layers);
+    memset(&p, 0, sizeof p);
+    memset(&at, 0, sizeof at);
+    if (config % 4 == 2) {
+        layers[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        layers[2].archive = pair_of(TKV_KIVI3, TKV_R20);
+        cfg.layers = layers;
+    }
+    if (in_place) {
+        cfg.max_tokens = LONGEST;
+        kv = make_in(&cfg, &at, 13);
+        if (!kv) return;
+    } else {
+        cfg.allocator = purse_of(&p);
+        kv = make(&cfg);
+    }
+    for (i = 0; i < calls; i++) {
+        const int fails = !in_place && tkv_rng_below(&rng, 10) == 0;
+        if (fails) p.closed = 1 + tkv_rng_below(&rng, 3);
+        random_call(kv, top);
+        p.closed = 0;
+        sound(kv);
+        CHECK_LE(kv->heap.held, top);
+        if (!in_place) CHECK_LE(p.most, top);
+        refused |= budget_of(kv).refused > 0;
+        levels |= 1 << budget_of(kv).level;
+        if (i % 25 == 0) (void)all_read_well(kv);
+        if (in_place && i % 200 == 0) borders(&at);
+        if (tkv_test_.bad) {
+            printf("\n    config %d, seed %lu, call %d", config, (unsigned long)seed, i);
+            break;
+        }
+    }
+    printf("\n    config %d: levels %02x%s", config, (unsigned)levels, refused ? ", refused at times" : "");
+    tkv_destroy(kv);
+    if (in_place) borders(&at);
+    if (!in_place) CHECK_EQ(p.held, 0);
+    free(at.raw);
+}
+
+TEST(random_calls) {
+    const int calls = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 400 : 2500);
+    const int first = from_env("TKV_RANDOM_SEED", 1);
+    int config;
+    for (config = 0; config < 4; config++) check_random(config, (uint64_t)(first + config), calls);
+}
+
+/* >>what cannot be */
+TEST(config_says_what_is_wrong) {
+    static const struct {
+        int which;
+        const char *field;
+    } cases[] = {
+        {0, "n_levels"}, {1, "n_levels"}, {2, "ladder[1].warm.k"}, {3, "ladder[0].hot_tokens"}, {4, "policy"},
+        {5, "policy"},   {6, "policy"}};
+    tkv_level two[2];
+    int i, n;
+    size_t bytes;
+    tkv_cache *kv = NULL;
+    tkv_config cfg;
+    for (i = 0; i < COUNT(cases); i++) {
+        char reason[200];
+        memset(two, 0, sizeof two);
+        cfg = small(1000 * 1000);
+        cfg.ladder = two;
+        cfg.n_levels = 2;
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+        if (cases[i].which == 0) cfg.ladder = NULL;
+        if (cases[i].which == 1) cfg.n_levels = TKV_MAX_LEVELS + 1;
+        if (cases[i].which == 2) two[1].warm.k = TKV_R20;
+        if (cases[i].which == 3) two[0].hot_tokens = -7;
+        if (cases[i].which == 4) cfg.policy.max_level = 2;
+        if (cases[i].which == 5) cfg.policy.alpha = 2.0f;
+        if (cases[i].which == 6) cfg.policy.threshold[0] = tkvi_from_bits(0x7fc00000u);
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, cases[i].field) != NULL, "%s", reason);
+    }
+    cfg = small(1000);
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_BUDGET);
+    cfg.max_tokens = 100;
+    CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_BUDGET);
+    CHECK_EQ(tkv_max_context(&cfg, 1, &n), TKV_OK);
+    CHECK_EQ(n, 0);
+    cfg.budget_bytes = 0;
+    CHECK_EQ(tkv_max_context(&cfg, 1, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_budget(NULL, NULL), TKV_ERR_ARG);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    rng = tkv_rng_seed(11);
+    RUN(growth_stays_within);
+    RUN(oldest_first);
+    RUN(relaxes_when_all_fits);
+    RUN(last_append_is_exact);
+    RUN(profiles_and_ladders);
+    RUN(budget_goes_down_and_up);
+    RUN(idle_time_is_used);
+    RUN(pressure_from_outside);
+    RUN(hot_tokens_and_level_by_hand);
+    RUN(steps_and_reservations);
+    RUN(every_allocation_fails_once);
+    RUN(in_place_is_filled_to_the_end);
+    RUN(random_calls);
+    RUN(config_says_what_is_wrong);
+    return tkv_test_end();
+}
