@@ -938,6 +938,14 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
+/* >>checksums: FNV-1a, 64 bits */
+#define TKVI_FNV1A_START 0xcbf29ce484222325u
+
+static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
+    while (n--) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
+
 /* >>memory: every byte goes through a heap that counts. */
 typedef struct tkvi_heap {
     tkv_allocator from;
@@ -12789,14 +12797,9 @@ static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
 }
 
-static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
 static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     const tkvi_rope *rope = tkvi_kvquant_rope(t);
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
     b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
@@ -14021,7 +14024,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 
 static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
 
-static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(0xcbf29ce484222325u, p, n); }
+static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
 static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
