@@ -61,6 +61,11 @@
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
+#define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
+#define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
+#define tkv_feedback_read TKV_NAME_(tkv_feedback_read)
+#define tkv_feedback_reset TKV_NAME_(tkv_feedback_reset)
 #define tkv_flush TKV_NAME_(tkv_flush)
 #define tkv_format_bits TKV_NAME_(tkv_format_bits)
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
@@ -88,6 +93,9 @@
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
+#define tkv_score_from_accuracy TKV_NAME_(tkv_score_from_accuracy)
+#define tkv_score_from_ppl TKV_NAME_(tkv_score_from_ppl)
+#define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
@@ -609,6 +617,85 @@ TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out); /* from
 TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as after tkv_policy_init */
 /* The rule alone: where a controller at `level` goes with that average. 0 for a bad config; a NaN moves nothing. */
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
+
+/* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
+ * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no
+ * cache and owns no memory; a struct of the caller's holds it. Levels are those of a ladder as in tkv_policy: 0 has
+ * the highest precision.
+ *
+ *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
+ *   advice   hot x 1.2, level - 1        |      nothing       |   hot x 0.9, level + 1
+ *
+ * The mean is that of the last 100 scores at most, 16 at least, none of them from before the plan last changed or
+ * from the cool-down after it. With fewer than 100 it must be on its side of a limit by two standard errors (as
+ * of independent scores); to fall back, it is enough that the last 16 are by three. What a step to higher
+ * precision gained is remembered for 1,000 scores: no step back that would lose it again. So at a constant
+ * quality there is one try of a cheaper plan in 1,000 scores at most. */
+#define TKV_FEEDBACK_HISTORY 1000
+typedef struct tkv_feedback_config {
+    /* Of the mean score, .01 to .9999; 0: .97, as much as a perplexity 3 % higher. Known otherwise: it is
+     * tkv_score_from_ppl(base, base + allowed). */
+    float target;
+    int cooldown;  /* scores after a change of plan that count for no advice; 0: 8; TKV_NONE: none */
+    int min_hot;   /* it never advises fewer hot tokens ... 0: 32 */
+    int max_hot;   /* ... or more; 0: 1024 */
+    int min_level; /* ... or a higher precision ... */
+    int max_level; /* ... or a lower one; 0: 3, the last of the usual ladder; TKV_NONE: level 0 for ever */
+} tkv_feedback_config;
+
+typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
+
+typedef struct tkv_advice {
+    tkv_advice_kind kind;
+    int hot_tokens, level; /* the plan to have now: what was given where nothing is to change */
+    int step;              /* of the level: -1 to higher precision, +1 to lower, 0 */
+    float mean;            /* what it rests on: the mean of so many scores */
+    int samples;
+    const char *reason; /* a sentence, never NULL */
+} tkv_advice;
+
+typedef struct tkv_feedback_info {
+    int n; /* scores that the next lines are about, the newest; with none, all are 0 */
+    float average, least, most;
+    float deviation;  /* standard, of a sample; 0 with fewer than 2 */
+    float trend;      /* change from a score to the next: the slope of the straight line through them */
+    int meets_target; /* 1: the average is at the target or above */
+    int is_improving; /* 1: at least 16 scores, and the trend is above 0 by two standard errors */
+    int is_stable;    /* 1: at least 16; deviation and the line's rise or fall at most (1 - target) / 2 */
+    uint64_t scores, refused; /* all; refused: NaN, infinite, not in 0 .. 1, otherwise without effect */
+    uint64_t finer, cheaper;  /* advice given */
+} tkv_feedback_info;
+
+typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedback_read */
+    int lock;
+    tkv_feedback_config cfg;
+    int hot, level, moved;     /* the plan that the scores are about; moved: it may have changed since */
+    float low, gain;           /* the mean that made us fall back, and what that gained; -1: not known */
+    uint64_t since, gained_at; /* numbers of scores */
+    uint64_t scores, refused, finer, cheaper;
+    uint32_t history[TKV_FEEDBACK_HISTORY]; /* a ring, in units of 2^-24 */
+} tkv_feedback;
+
+/* Scores, cut to 0 .. 1; -1 where there is none to be had (a number is not finite or out of range).
+ * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
+ * Accuracy: of a task, accuracy / base, base above 0.
+ * Quality: of the cache's own meter, see below; -1 also without samples or with a coverage below .05. */
+TKV_API float tkv_score_from_ppl(double base, double ppl);
+TKV_API float tkv_score_from_accuracy(double base, double accuracy);
+TKV_API float tkv_score_from_quality(const tkv_quality_info *q);
+
+/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: f is untouched. */
+TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
+/* One more score, from any thread (gcc, clang). TKV_ERR_ARG: refused and counted. Some ns. */
+TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
+/* What to do about a plan of so many hot tokens at that level. An advice to change counts as taken: the next needs new
+ * scores. So does a plan that is another than at the last call (the pressure moved it, say), unless that
+ * advised it. TKV_ERR_ARG: a pointer is missing, hot_tokens is not in 0 .. 2^30 - 1, level not in 0 ..
+ * TKV_MAX_LEVELS - 1; nothing changed. About 100 ns; from any thread, though only one should follow. */
+TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
+/* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
+TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
+TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

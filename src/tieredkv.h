@@ -48,6 +48,7 @@ extern "C" {
 #include "plan.h"
 #include "preset.h"
 #include "policy.h"
+#include "feedback.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"
