@@ -98,6 +98,14 @@
 #define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
+#define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
+#define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
+#define tkv_thresholds_load TKV_NAME_(tkv_thresholds_load)
+#define tkv_thresholds_parse TKV_NAME_(tkv_thresholds_parse)
+#define tkv_thresholds_print TKV_NAME_(tkv_thresholds_print)
+#define tkv_thresholds_put TKV_NAME_(tkv_thresholds_put)
+#define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
+#define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
@@ -696,6 +704,64 @@ TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int leve
 /* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
 TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
 TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
+
+/* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
+ * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.
+ * No function allocates. */
+#define TKV_MODEL_NAME 64
+typedef struct tkv_threshold {
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a 0; no control characters, no blank at either end */
+    int layer;                   /* or TKV_ALL: found for all layers together */
+    int context;                 /* tokens, 1 to 2^30 - 1 */
+    int hot_tokens, warm_tokens; /* as in tkv_config: 0, TKV_NONE and TKV_ALL included */
+    tkv_pair archive;
+    float score; /* 0 to 1, 1: no loss; kept in millionths */
+    int samples; /* scores that it is the mean of; 0: guessed */
+} tkv_threshold;
+
+typedef struct tkv_thresholds { /* tkv_thresholds t = {memory, 0, room}; */
+    tkv_threshold *entry;       /* [room], the first n in use, in order of model, layer, context */
+    int n, room;
+} tkv_thresholds;
+
+/* Adds an entry, or replaces that of the same model, layer and context. TKV_ERR_ARG: a field is out of range;
+ * TKV_ERR_CAPACITY: no room. O(n). */
+TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
+/* The entries for a model, the best first, `most` (10 are usual) at most; returns how many, 0 where there is none
+ * or an argument is bad. Entries of the layer come before those for TKV_ALL, another layer's never; then the
+ * nearest by context length |difference|, the better score, more samples, the longer context. O(n * most). */
+#define TKV_THRESHOLD_CANDIDATES 10
+TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
+                                      tkv_threshold *out, int most);
+/* The first of these. TKV_ERR_RANGE: nothing is stored for this model and layer, out untouched. */
+TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out);
+/* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
+ * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether two
+ * models are alike the caller must know: an equal shape does not show it, so nothing is ever found under
+ * another name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
+                                           float discount);
+
+/* A line with the version, one for each entry, one with a checksum; equal stores give equal texts. *bytes (may be
+ * NULL) is how many it takes, no final 0 included. dst NULL: only that. TKV_ERR_ARG: dst is too small; nothing
+ * written. */
+TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
+/* Takes the entries of such a text in the place of those there are. TKV_ERR_DATA: damaged, or of another version, any
+ * bytes are safe to try; TKV_ERR_CAPACITY: no room; `reason` (may be NULL) gets the line and what is wrong
+ * with it, and nothing changes. */
+TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+                                        size_t reason_size);
+/* The same text through functions of the caller's. `write` takes all of it and returns 0, or another number to stop;
+ * `read` returns how many bytes it gave, 0 at the end, a negative number to stop. */
+typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
+typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
+/* A line at a time. TKV_ERR_CAPACITY: `write` stopped. */
+TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
+/* `work` takes the whole text: TKV_ERR_CAPACITY if it is longer than `size`. TKV_ERR_DATA also
+ * if `read` stopped; the rest as tkv_thresholds_parse. */
+TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
+                                       size_t size, char *reason, size_t reason_size);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

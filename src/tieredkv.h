@@ -49,6 +49,7 @@ extern "C" {
 #include "preset.h"
 #include "policy.h"
 #include "feedback.h"
+#include "thresholds.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"
