@@ -680,6 +680,7 @@ typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedb
     int hot, level, moved;     /* the plan that the scores are about; moved: it may have changed since */
     float low, gain;           /* the mean that made us fall back, and what that gained; -1: not known */
     uint64_t since, gained_at; /* numbers of scores */
+    uint64_t sum, squares;     /* of the newest since then, 100 at most */
     uint64_t scores, refused, finer, cheaper;
     uint32_t history[TKV_FEEDBACK_HISTORY]; /* a ring, in units of 2^-24 */
 } tkv_feedback;
@@ -687,10 +688,12 @@ typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedb
 /* Scores, cut to 0 .. 1; -1 where there is none to be had (a number is not finite or out of range).
  * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
  * Accuracy: of a task, accuracy / base, base above 0.
- * Quality: of the cache's own meter, see below; -1 also without samples or with a coverage below .05. */
+ * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
+ * for that error, which is a matter of the model; 0: 2. -1 also without samples or with a coverage below .05.
+ * Call tkv_quality_reset between two, so that each score is of new samples. */
 TKV_API float tkv_score_from_ppl(double base, double ppl);
 TKV_API float tkv_score_from_accuracy(double base, double accuracy);
-TKV_API float tkv_score_from_quality(const tkv_quality_info *q);
+TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
 
 /* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: f is untouched. */
 TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);

@@ -64,24 +64,27 @@ TEST(scores_from_accuracy) {
 TEST(scores_from_quality) {
     tkv_quality_info q;
     memset(&q, 0, sizeof q);
-    CHECK_EQ(tkv_score_from_quality(NULL), -1);
-    CHECK_EQ(tkv_score_from_quality(&q), -1); /* no samples, or no meter */
+    CHECK_EQ(tkv_score_from_quality(NULL, 0), -1);
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1); /* no samples, or no meter */
     q.samples = 10;
     q.coverage = 1;
-    CHECK_NEAR(tkv_score_from_quality(&q), 1, 0); /* nothing was coded yet */
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), 1, 0); /* nothing was coded yet */
     q.output_error = .02;
-    CHECK_NEAR(tkv_score_from_quality(&q), .98, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .96, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, .5), .99, 1e-6);
     q.coverage = .5; /* half of the coded blocks had a copy: the others count as much */
-    CHECK_NEAR(tkv_score_from_quality(&q), .96, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .92, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 6), .76, 1e-6);
     q.coverage = .05;
-    CHECK_NEAR(tkv_score_from_quality(&q), .6, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .2, 1e-6);
     q.output_error = .06;
-    CHECK_NEAR(tkv_score_from_quality(&q), 0, 0);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), 0, 0);
+    CHECK_EQ(tkv_score_from_quality(&q, -1), -1);
     q.coverage = .049;
-    CHECK_EQ(tkv_score_from_quality(&q), -1);
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
     q.coverage = 1;
     q.output_error = -.1;
-    CHECK_EQ(tkv_score_from_quality(&q), -1);
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
 }
 
 TEST(scores_of_what_is_no_number) {
@@ -97,10 +100,11 @@ TEST(scores_of_what_is_no_number) {
         CHECK_EQ(tkv_score_from_ppl(20, bad), -1);
         CHECK_EQ(tkv_score_from_accuracy(bad, .5), -1);
         CHECK_EQ(tkv_score_from_accuracy(.5, bad), -1);
-        CHECK_EQ(tkv_score_from_quality(&q), -1);
+        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
         q.output_error = 0;
+        CHECK_EQ(tkv_score_from_quality(&q, bad), -1);
         q.coverage = bad;
-        CHECK_EQ(tkv_score_from_quality(&q), -1);
+        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
     }
 }
 
