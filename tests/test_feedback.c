@@ -629,21 +629,21 @@ TEST(time_of_a_score) {
 #ifdef __wasi__
     SKIP("no clock");
 #else
-    enum { TIMES = 200000 };
+    const int times = 200000;
     tkv_feedback f = open_with(NULL);
     tkv_feedback_info info;
     tkv_advice a;
     clock_t start = clock();
     double ns[3];
     int n;
-    for (n = 0; n < TIMES; n++) (void)tkv_feedback_observe(&f, .975f);
+    for (n = 0; n < times; n++) (void)tkv_feedback_observe(&f, .975f);
     ns[0] = (double)(clock() - start);
-    for (start = clock(), n = 0; n < TIMES; n++) (void)tkv_feedback_advise(&f, 64, 2, &a);
+    for (start = clock(), n = 0; n < times; n++) (void)tkv_feedback_advise(&f, 64, 2, &a);
     ns[1] = (double)(clock() - start);
-    for (start = clock(), n = 0; n < TIMES / 100; n++) (void)tkv_feedback_read(&f, 1000, &info);
+    for (start = clock(), n = 0; n < times / 100; n++) (void)tkv_feedback_read(&f, 1000, &info);
     ns[2] = (double)(clock() - start) * 100;
-    for (n = 0; n < 3; n++) ns[n] *= 1e9 / CLOCKS_PER_SEC / TIMES;
-    CHECK_EQ(info.scores, TIMES);
+    for (n = 0; n < 3; n++) ns[n] *= 1e9 / CLOCKS_PER_SEC / times;
+    CHECK_EQ(info.scores, times);
     CHECK_EQ(a.samples, 100);
     printf("\n    ns: a score %.0f, advice on 100 %.0f, a report on 1,000 %.0f\n ", ns[0], ns[1], ns[2]);
 #endif
