@@ -777,8 +777,9 @@ typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedb
  * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
  * Accuracy: of a task, accuracy / base, base above 0.
  * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
- * for that error, which is a matter of the model; 0: 2. -1 also without samples or with a coverage below .05.
- * Call tkv_quality_reset between two, so that each score is of new samples. */
+ * for that error, which is a matter of the model: about 1 for SmolLM2-135M, which is also its 0, a third and
+ * three for two smaller ones. -1 also without samples or with a coverage below .05. Call tkv_quality_reset
+ * between two, so that each score is of new samples; heads differ much, so watch many. */
 TKV_API float tkv_score_from_ppl(double base, double ppl);
 TKV_API float tkv_score_from_accuracy(double base, double accuracy);
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
@@ -11745,13 +11746,13 @@ TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
 }
 
 /* Output_error is the share of the power of attention's output that is error. A perplexity rises with that power, not
- * with its root: formats from 4 to 1.25 bits, whose errors differ 70 times, had 1.6 to 2.6 times it as the model's KL
- * divergence (SmolLM2-135M, 400 tokens); a model of 15M weights 6 to 7 times, one of 3M .25 to .5. Errors of weights
- * alone (kl, top1) would leave out those of V. Blocks without a copy count as those with one. */
+ * with its root: over formats from 4 to 1.25 bits, whose errors differ 80 times, the model's KL divergence at the
+ * same positions was .9 to 1.8 times it (SmolLM2-135M, 400 tokens); with 15M weights 2.9 to 3.4, with 3M .2 to .4
+ * times. Errors of weights alone (kl, top1) would leave out those of V. Blocks without a copy count as others. */
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
     if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
-    return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 2.0) * q->output_error / q->coverage);
+    return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
 }
 
 /* >>the config */

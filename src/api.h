@@ -689,8 +689,9 @@ typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedb
  * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
  * Accuracy: of a task, accuracy / base, base above 0.
  * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
- * for that error, which is a matter of the model; 0: 2. -1 also without samples or with a coverage below .05.
- * Call tkv_quality_reset between two, so that each score is of new samples. */
+ * for that error, which is a matter of the model: about 1 for SmolLM2-135M, which is also its 0, a third and
+ * three for two smaller ones. -1 also without samples or with a coverage below .05. Call tkv_quality_reset
+ * between two, so that each score is of new samples; heads differ much, so watch many. */
 TKV_API float tkv_score_from_ppl(double base, double ppl);
 TKV_API float tkv_score_from_accuracy(double base, double accuracy);
 TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);

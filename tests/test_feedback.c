@@ -70,13 +70,13 @@ TEST(scores_from_quality) {
     q.coverage = 1;
     CHECK_NEAR(tkv_score_from_quality(&q, 0), 1, 0); /* nothing was coded yet */
     q.output_error = .02;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .96, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .98, 1e-6);
     CHECK_NEAR(tkv_score_from_quality(&q, .5), .99, 1e-6);
     q.coverage = .5; /* half of the coded blocks had a copy: the others count as much */
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .92, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .96, 1e-6);
     CHECK_NEAR(tkv_score_from_quality(&q, 6), .76, 1e-6);
     q.coverage = .05;
-    CHECK_NEAR(tkv_score_from_quality(&q, 0), .2, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .6, 1e-6);
     q.output_error = .06;
     CHECK_NEAR(tkv_score_from_quality(&q, 0), 0, 0);
     CHECK_EQ(tkv_score_from_quality(&q, -1), -1);
