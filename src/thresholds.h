@@ -109,8 +109,8 @@ static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e,
     return i;
 }
 
-/* In a sound array with room. Returns its place. */
-static int tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
+/* In a sound array with room. */
+static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     int found, i = tkvi_threshold_place(t, e, &found);
     tkv_threshold *to = &t->entry[i];
     size_t length = strlen(e->model);
@@ -118,7 +118,6 @@ static int tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
     *to = *e;
     memset(to->model + length, 0, sizeof to->model - length);
     to->score = tkvi_of_millionths(tkvi_millionths(e->score));
-    return i;
 }
 
 TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e) {
@@ -181,25 +180,28 @@ TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *mode
 
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount) {
+    char model[2][TKV_MODEL_NAME]; /* copies: a name may stand in the array itself */
     tkv_threshold e;
     int i, pass, found, any = 0, fresh = 0;
     if (tkvi_bits(discount) == 0) discount = .9f;
-    if (!tkvi_thresholds_sound(t) || !from || !to || !tkvi_model_valid(to) || strcmp(from, to) == 0)
-        return TKV_ERR_ARG;
+    if (!tkvi_thresholds_sound(t) || !from || !to || strcmp(from, to) == 0) return TKV_ERR_ARG;
+    if (!tkvi_model_valid(from) || !tkvi_model_valid(to)) return TKV_ERR_ARG;
     if (!tkvi_is_finite(discount) || discount <= 0.0f || discount > 1.0f) return TKV_ERR_ARG;
+    memset(model, 0, sizeof model);
+    memcpy(model[0], from, strlen(from));
+    memcpy(model[1], to, strlen(to));
     for (pass = 0; pass < 2; pass++) { /* counts, then copies */
         for (i = 0; i < t->n; i++) {
-            if (strcmp(t->entry[i].model, from) != 0) continue;
+            if (strcmp(t->entry[i].model, model[0]) != 0) continue;
             any = 1;
             e = t->entry[i];
-            memset(e.model, 0, sizeof e.model);
-            memcpy(e.model, to, strlen(to));
+            memcpy(e.model, model[1], sizeof e.model);
             tkvi_threshold_place(t, &e, &found);
             if (found) continue;
             e.score *= discount;
             e.samples = 0;
             if (pass == 0) fresh++;
-            else if (tkvi_threshold_put(t, &e) <= i) i++; /* the others have moved up by one */
+            else tkvi_threshold_put(t, &e); /* may move this one up: it is met again, and its copy found */
         }
         if (!any) return TKV_ERR_RANGE;
         if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;

@@ -483,7 +483,8 @@ TEST(stable_and_improving) {
     CHECK(!i.is_stable && !i.is_improving);
     CHECK_NEAR(i.trend, -.0005, 1e-7);
     for (n = 0; n < 100; n++) observe(&f, n % 2 ? .99 : .95, 1); /* deviation .02, above .015 */
-    CHECK_EQ(info_of(&f, 0).is_stable, 0);
+    i = info_of(&f, 0);
+    CHECK(i.trend > 0 && !i.is_stable && !i.is_improving); /* it rises, by chance */
     for (n = 0; n < 100; n++) observe(&f, .98 + .01 * (tkv_rng_uniform(&r) - .5), 1);
     i = info_of(&f, 0);
     CHECK(i.meets_target && i.is_stable && !i.is_improving);

@@ -304,6 +304,13 @@ TEST(transfers) {
     CHECK_EQ(find(&t, "m", 0, 1), 1);
     CHECK_STR(memory[2].model, "a");
     CHECK_STR(memory[3].model, "m");
+    t.n = 0;
+    put(&t, "m", 0, 1, .9);
+    put(&t, "m", 0, 2, .9);
+    CHECK_EQ(tkv_thresholds_transfer(&t, memory[0].model, "a", 1), TKV_OK); /* a name that moves */
+    CHECK_EQ(t.n, 4);
+    CHECK_STR(memory[1].model, "a");
+    CHECK_STR(memory[2].model, "m");
 }
 
 /* >>the text */
@@ -661,6 +668,7 @@ TEST(callbacks) {
         p.at = 0;
         p.lies = 1;
         CHECK_EQ(tkv_thresholds_load(&u, tape_read, &p, work, sizeof work, reason, 100), TKV_ERR_DATA);
+        CHECK(strstr(reason, "has failed"));
         p.lies = 0;
         CHECK_EQ(u.n, 0);
     }
