@@ -150,6 +150,11 @@
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
+#define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
+#define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
+#define tkv_feedback_read TKV_NAME_(tkv_feedback_read)
+#define tkv_feedback_reset TKV_NAME_(tkv_feedback_reset)
 #define tkv_flush TKV_NAME_(tkv_flush)
 #define tkv_format_bits TKV_NAME_(tkv_format_bits)
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
@@ -180,11 +185,22 @@
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
+#define tkv_score_from_accuracy TKV_NAME_(tkv_score_from_accuracy)
+#define tkv_score_from_ppl TKV_NAME_(tkv_score_from_ppl)
+#define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
+#define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
+#define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
+#define tkv_thresholds_load TKV_NAME_(tkv_thresholds_load)
+#define tkv_thresholds_parse TKV_NAME_(tkv_thresholds_parse)
+#define tkv_thresholds_print TKV_NAME_(tkv_thresholds_print)
+#define tkv_thresholds_put TKV_NAME_(tkv_thresholds_put)
+#define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
+#define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
@@ -783,6 +799,147 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
  * nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
+/* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
+ * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no
+ * cache and owns no memory; a struct of the caller's holds it. Levels are those of a ladder as in tkv_policy: 0 has
+ * the highest precision.
+ *
+ *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
+ *   advice   hot x 1.2, level - 1        |      nothing       |   hot x 0.9, level + 1
+ *
+ * The mean is that of the last 100 scores at most, 16 at least, none of them from before the plan last changed or
+ * from the cool-down after it. With fewer than 100 it must be on its side of a limit by two standard errors (as
+ * of independent scores); to fall back, it is enough that the last 16 are by three. What a step to higher
+ * precision gained is remembered for 1,000 scores: no step back that would lose it again. So at a constant
+ * quality there is one try of a cheaper plan in 1,000 scores at most. */
+#define TKV_FEEDBACK_HISTORY 1000
+typedef struct tkv_feedback_config {
+    /* Of the mean score, .01 to .9999; 0: .97, as much as a perplexity 3 % higher. Known otherwise: it is
+     * tkv_score_from_ppl(base, base + allowed). */
+    float target;
+    int cooldown;  /* scores after a change of plan that count for no advice; 0: 8; TKV_NONE: none */
+    int min_hot;   /* it never advises fewer hot tokens ... 0: 32 */
+    int max_hot;   /* ... or more; 0: 1024 */
+    int min_level; /* ... or a higher precision ... */
+    int max_level; /* ... or a lower one; 0: 3, the last of the usual ladder; TKV_NONE: level 0 for ever */
+} tkv_feedback_config;
+
+typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
+
+typedef struct tkv_advice {
+    tkv_advice_kind kind;
+    int hot_tokens, level; /* the plan to have now: what was given where nothing is to change */
+    int step;              /* of the level: -1 to higher precision, +1 to lower, 0 */
+    float mean;            /* what it rests on: the mean of so many scores */
+    int samples;
+    const char *reason; /* a sentence, never NULL */
+} tkv_advice;
+
+typedef struct tkv_feedback_info {
+    int n; /* scores that the next lines are about, the newest; with none, all are 0 */
+    float average, least, most;
+    float deviation;  /* standard, of a sample; 0 with fewer than 2 */
+    float trend;      /* change from a score to the next: the slope of the straight line through them */
+    int meets_target; /* 1: the average is at the target or above */
+    int is_improving; /* 1: at least 16 scores, and the trend is above 0 by two standard errors */
+    int is_stable;    /* 1: at least 16; deviation and the line's rise or fall at most (1 - target) / 2 */
+    uint64_t scores, refused; /* all; refused: NaN, infinite, not in 0 .. 1, otherwise without effect */
+    uint64_t finer, cheaper;  /* advice given */
+} tkv_feedback_info;
+
+typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedback_read */
+    int lock;
+    tkv_feedback_config cfg;
+    int hot, level, moved;     /* the plan that the scores are about; moved: it may have changed since */
+    float low, gain;           /* the mean that made us fall back, and what that gained; -1: not known */
+    uint64_t since, gained_at; /* numbers of scores */
+    uint64_t sum, squares;     /* of the newest since then, 100 at most */
+    uint64_t scores, refused, finer, cheaper;
+    uint32_t history[TKV_FEEDBACK_HISTORY]; /* a ring, in units of 2^-24 */
+} tkv_feedback;
+
+/* Scores, cut to 0 .. 1; -1 where there is none to be had (a number is not finite or out of range).
+ * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
+ * Accuracy: of a task, accuracy / base, base above 0.
+ * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
+ * for that error, which is a matter of the model: about 1 for SmolLM2-135M, which is also its 0, a third and
+ * three for two smaller ones. -1 also without samples or with a coverage below .05. Call tkv_quality_reset
+ * between two, so that each score is of new samples; heads differ much, so watch many. */
+TKV_API float tkv_score_from_ppl(double base, double ppl);
+TKV_API float tkv_score_from_accuracy(double base, double accuracy);
+TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
+
+/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: f is untouched. */
+TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
+/* One more score, from any thread (gcc, clang). TKV_ERR_ARG: refused and counted. Some ns. */
+TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
+/* What to do about a plan of so many hot tokens at that level. An advice to change counts as taken: the next needs new
+ * scores. So does a plan that is another than at the last call (the pressure moved it, say), unless that
+ * advised it. TKV_ERR_ARG: a pointer is missing, hot_tokens is not in 0 .. 2^30 - 1, level not in 0 ..
+ * TKV_MAX_LEVELS - 1; nothing changed. About 100 ns; from any thread, though only one should follow. */
+TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
+/* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
+TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
+TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
+
+/* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
+ * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.
+ * No function allocates. */
+#define TKV_MODEL_NAME 64
+typedef struct tkv_threshold {
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a 0; no control characters, no blank at either end */
+    int layer;                   /* or TKV_ALL: found for all layers together */
+    int context;                 /* tokens, 1 to 2^30 - 1 */
+    int hot_tokens, warm_tokens; /* as in tkv_config: 0, TKV_NONE and TKV_ALL included */
+    tkv_pair archive;
+    float score; /* 0 to 1, 1: no loss; kept in millionths */
+    int samples; /* scores that it is the mean of; 0: guessed */
+} tkv_threshold;
+
+typedef struct tkv_thresholds { /* tkv_thresholds t = {memory, 0, room}; */
+    tkv_threshold *entry;       /* [room], the first n in use, in order of model, layer, context */
+    int n, room;
+} tkv_thresholds;
+
+/* Adds an entry, or replaces that of the same model, layer and context. TKV_ERR_ARG: a field is out of range;
+ * TKV_ERR_CAPACITY: no room. O(n). */
+TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
+/* The entries for a model, the best first, `most` (10 are usual) at most; returns how many, 0 where there is none
+ * or an argument is bad. Entries of the layer come before those for TKV_ALL, another layer's never; then the
+ * nearest by context length |difference|, the better score, more samples, the longer context. O(n * most). */
+#define TKV_THRESHOLD_CANDIDATES 10
+TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
+                                      tkv_threshold *out, int most);
+/* The first of these. TKV_ERR_RANGE: nothing is stored for this model and layer, out untouched. */
+TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out);
+/* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
+ * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether two
+ * models are alike the caller must know: an equal shape does not show it, so nothing is ever found under
+ * another name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
+                                           float discount);
+
+/* A line with the version, one for each entry, one with a checksum; equal stores give equal texts. *bytes (may be
+ * NULL) is how many it takes, no final 0 included. dst NULL: only that. TKV_ERR_ARG: dst is too small; nothing
+ * written. */
+TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
+/* Takes the entries of such a text in the place of those there are. TKV_ERR_DATA: damaged, or of another version, any
+ * bytes are safe to try; TKV_ERR_CAPACITY: no room; `reason` (may be NULL) gets the line and what is wrong
+ * with it, and nothing changes. */
+TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+                                        size_t reason_size);
+/* The same text through functions of the caller's. `write` takes all of it and returns 0, or another number to stop;
+ * `read` returns how many bytes it gave, 0 at the end, a negative number to stop. */
+typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
+typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
+/* A line at a time. TKV_ERR_CAPACITY: `write` stopped. */
+TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
+/* `work` takes the whole text: TKV_ERR_CAPACITY if it is longer than `size`. TKV_ERR_DATA also
+ * if `read` stopped; the rest as tkv_thresholds_parse. */
+TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
+                                       size_t size, char *reason, size_t reason_size);
+
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
@@ -1022,6 +1179,14 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 #define TKVI_ALIGN 64u
 
 static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
+
+/* >>checksums: FNV-1a, 64 bits */
+#define TKVI_FNV1A_START 0xcbf29ce484222325u
+
+static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
+    while (n--) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
 
 /* >>memory: every byte goes through a heap that counts. */
 typedef struct tkvi_heap {
@@ -11797,6 +11962,813 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
 }
 
 #endif /* TKVI_PRESET_H */
+/* ======== feedback.h ======== */
+/*
+ * feedback.h - the quality controller: from a stream of scores (1: no loss) to advice on hot tokens and precision. It
+ * owns no memory and knows no cache.
+ *
+ *     scores  ................ | change |cool-down| 1 .......... 16 ............ 100   newest
+ *     count                                        no advice yet | if it is clear | always, the last 100
+ *
+ * The rule of the design this comes from (hot x 1.2 or x 0.9, a step of the level, on the mean of 100) with what it
+ * takes not to swing: scores of an old plan do not speak for the new one; chance is told from change by the standard
+ * error; and a step that would be taken back is not taken, since the last step the other way has shown what it costs.
+ *
+ * Sums are of whole numbers, so that they do not depend on flags. One lock guards a controller's numbers; without
+ * atomics (neither gcc nor clang) a controller belongs to one thread. May call plan and below.
+ */
+#ifndef TKVI_FEEDBACK_H
+#define TKVI_FEEDBACK_H
+
+
+#define TKVI_SCORE_ONE 16777216.0 /* 2^24: every float from .5 to 1 is whole */
+#define TKVI_SCORES_FEW 16        /* fewer say nothing */
+#define TKVI_SCORES_MANY 100      /* what advice and reports look back at */
+
+/* >>scores */
+static int tkvi_real(double x) { return tkvi_is_finite((float)x); }
+
+static float tkvi_score_cut(double x) { return x < 0.0 ? 0.0f : x > 1.0 ? 1.0f : (float)x; }
+
+TKV_API float tkv_score_from_ppl(double base, double ppl) {
+    if (!tkvi_real(base) || !tkvi_real(ppl) || base < 1.0 || ppl < 1.0) return -1.0f;
+    return tkvi_score_cut(1.0 - (ppl - base) / base);
+}
+
+TKV_API float tkv_score_from_accuracy(double base, double accuracy) {
+    if (!tkvi_real(base) || !tkvi_real(accuracy) || base <= 0.0 || accuracy < 0.0) return -1.0f;
+    return tkvi_score_cut(accuracy / base);
+}
+
+/* Output_error is the share of the power of attention's output that is error. A perplexity rises with that power, not
+ * with its root: over formats from 4 to 1.25 bits, whose errors differ 80 times, the model's KL divergence at the
+ * same positions was .9 to 1.8 times it (SmolLM2-135M, 400 tokens); with 15M weights 2.9 to 3.4, with 3M .2 to .4
+ * times. Errors of weights alone (kl, top1) would leave out those of V. Blocks without a copy count as others. */
+TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight) {
+    if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
+    if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
+    return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
+}
+
+/* >>the config */
+static const char *tkvi_feedback_fill(const tkv_feedback_config *from, tkv_feedback_config *cfg) {
+    *cfg = *from;
+    if (tkvi_bits(cfg->target) == 0) cfg->target = .97f;
+    if (cfg->cooldown == 0) cfg->cooldown = 8;
+    if (cfg->cooldown == TKV_NONE) cfg->cooldown = 0;
+    if (cfg->max_hot == 0) cfg->max_hot = tkvi_max(cfg->min_hot, 1024);
+    if (cfg->min_hot == 0) cfg->min_hot = tkvi_min(cfg->max_hot, 32);
+    if (cfg->max_level == 0) cfg->max_level = tkvi_max(cfg->min_level, 3);
+    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (!tkvi_is_finite(cfg->target) || cfg->target < .01f || cfg->target > .9999f)
+        return "target must be from .01 to .9999";
+    if (cfg->cooldown < 0 || cfg->cooldown > TKV_FEEDBACK_HISTORY)
+        return "cooldown must be at most 1000 scores, 0 for 8 or TKV_NONE";
+    if (cfg->min_hot < 1 || cfg->max_hot < cfg->min_hot || cfg->max_hot > TKVI_FOREVER)
+        return "min_hot and max_hot must be from 1 to 2^30 - 1, in this order";
+    if (cfg->max_level < 0 || cfg->max_level >= TKV_MAX_LEVELS)
+        return "max_level must be below TKV_MAX_LEVELS, TKV_NONE or 0 for 3";
+    if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    return NULL;
+}
+
+/* Nothing is known of the plan; its scores begin after `wait` more. */
+static void tkvi_feedback_restart(tkv_feedback *f, int wait) {
+    f->since = f->scores + (uint64_t)wait;
+    f->sum = f->squares = 0;
+    f->low = f->gain = -1.0f;
+}
+
+TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason) {
+    tkv_feedback_config none, full;
+    const char *wrong;
+    memset(&none, 0, sizeof none);
+    if (reason) *reason = "";
+    if (!f) return TKV_ERR_ARG;
+    wrong = tkvi_feedback_fill(cfg ? cfg : &none, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(f, 0, sizeof *f);
+    f->cfg = full;
+    f->moved = 1;
+    tkvi_feedback_restart(f, 0);
+    return TKV_OK;
+}
+
+TKV_API void tkv_feedback_reset(tkv_feedback *f) {
+    if (!f) return;
+    tkvi_lock(&f->lock);
+    f->scores = f->refused = f->finer = f->cheaper = 0;
+    f->moved = 1;
+    tkvi_feedback_restart(f, 0);
+    tkvi_unlock(&f->lock);
+}
+
+static void tkvi_feedback_add(tkv_feedback *f, uint64_t x) {
+    const uint64_t at = f->scores++;
+    f->history[at % TKV_FEEDBACK_HISTORY] = (uint32_t)x;
+    if (at < f->since) return;
+    if (at - f->since >= TKVI_SCORES_MANY) {
+        const uint64_t old = f->history[(at - TKVI_SCORES_MANY) % TKV_FEEDBACK_HISTORY];
+        f->sum -= old;
+        f->squares -= old * old;
+    }
+    f->sum += x;
+    f->squares += x * x;
+}
+
+TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score) {
+    int refused;
+    if (!f) return TKV_ERR_ARG;
+    refused = !tkvi_is_finite(score) || score < 0.0f || score > 1.0f;
+    tkvi_lock(&f->lock);
+    if (refused) f->refused++;
+    else tkvi_feedback_add(f, (uint64_t)((double)score * TKVI_SCORE_ONE + .5));
+    tkvi_unlock(&f->lock);
+    return refused ? TKV_ERR_ARG : TKV_OK;
+}
+
+/* >>the newest n scores */
+typedef struct tkvi_scores {
+    int n;
+    uint64_t sum, squares;
+} tkvi_scores;
+
+/* Where in the ring the newest n begin. */
+static int tkvi_scores_from(const tkv_feedback *f, int n) {
+    return (int)((f->scores - (uint64_t)n) % TKV_FEEDBACK_HISTORY);
+}
+
+static int tkvi_scores_next(int at) { return at + 1 < TKV_FEEDBACK_HISTORY ? at + 1 : 0; }
+
+static tkvi_scores tkvi_scores_of(const tkv_feedback *f, int n) {
+    tkvi_scores s;
+    int i, at = tkvi_scores_from(f, n);
+    s.n = n;
+    s.sum = s.squares = 0;
+    for (i = 0; i < n; i++, at = tkvi_scores_next(at)) {
+        const uint64_t x = f->history[at];
+        s.sum += x;
+        s.squares += x * x;
+    }
+    return s;
+}
+
+static double tkvi_scores_mean(const tkvi_scores *s) {
+    return s->n ? (double)s->sum / TKVI_SCORE_ONE / s->n : 0.0;
+}
+
+/* Of a sample: over n - 1. */
+static double tkvi_scores_variance(const tkvi_scores *s) {
+    const double sum = (double)s->sum;
+    const double square = s->n > 1 ? ((double)s->squares - sum * sum / s->n) / (s->n - 1) : 0.0;
+    return square > 0.0 ? square / TKVI_SCORE_ONE / TKVI_SCORE_ONE : 0.0;
+}
+
+/* On which side of the limit the mean is, -1 or 1; 0: within so many standard errors, it may be chance. */
+static int tkvi_scores_side(const tkvi_scores *s, double limit, double errors) {
+    const double off = tkvi_scores_mean(s) - limit;
+    if (off * off * s->n <= errors * errors * tkvi_scores_variance(s)) return 0;
+    return off < 0.0 ? -1 : 1;
+}
+
+/* >>advice */
+enum {
+    TKVI_ADVICE_FEW,
+    TKVI_ADVICE_MEETS,
+    TKVI_ADVICE_FINER,
+    TKVI_ADVICE_NO_FINER,
+    TKVI_ADVICE_CHEAPER,
+    TKVI_ADVICE_NO_CHEAPER,
+    TKVI_ADVICE_LOSES
+};
+static const char *const tkvi_advice_reasons[] = {
+    "fewer than 16 scores of this plan",
+    "the mean score meets the target and has little to spare, or it is not clear yet",
+    "the mean score is below the target: more hot tokens, higher precision",
+    "the mean score is below the target, but hot tokens and level are at their limits",
+    "the mean score is well above the target: fewer hot tokens, lower precision",
+    "the mean score is well above the target, but hot tokens and level are at their limits",
+    "the mean score is well above the target, but would fall below it as it did before",
+};
+
+/* A plan beyond a limit stays there: it is not moved the other way. */
+static int tkvi_hot_more(const tkv_feedback_config *cfg, int hot) {
+    const int64_t more = ((int64_t)hot * 6 + 4) / 5;
+    return more >= cfg->max_hot ? tkvi_max(hot, cfg->max_hot) : tkvi_max((int)more, cfg->min_hot);
+}
+
+static int tkvi_hot_less(const tkv_feedback_config *cfg, int hot) {
+    return tkvi_min(hot, tkvi_max(cfg->min_hot, (int)((int64_t)hot * 9 / 10)));
+}
+
+static int tkvi_advise(tkv_feedback *f, tkv_advice *a) {
+    const tkv_feedback_config *cfg = &f->cfg;
+    const double target = (double)cfg->target, slack = (1.0 - target) / 2.0;
+    const uint64_t had = f->scores > f->since ? f->scores - f->since : 0;
+    const int n = had < TKVI_SCORES_MANY ? (int)had : TKVI_SCORES_MANY;
+    const tkvi_scores late = tkvi_scores_of(f, tkvi_min(n, TKVI_SCORES_FEW));
+    const double errors = n < TKVI_SCORES_MANY ? 2.0 : 0.0;
+    tkvi_scores all;
+    float mean;
+    int below;
+    all.n = n;
+    all.sum = f->sum;
+    all.squares = f->squares;
+    mean = (float)tkvi_scores_mean(&all);
+    a->mean = mean;
+    a->samples = n;
+    if (n < TKVI_SCORES_FEW) return TKVI_ADVICE_FEW;
+    if (f->gain >= 0.0f && f->scores - f->gained_at > TKV_FEEDBACK_HISTORY) f->low = f->gain = -1.0f;
+    if (f->low >= 0.0f && f->gain < 0.0f) {
+        f->gain = mean > f->low ? mean - f->low : 0.0f;
+        f->gained_at = f->scores;
+    }
+    below = tkvi_scores_side(&all, target, errors) < 0;
+    if (below || tkvi_scores_side(&late, target, 3.0) < 0) {
+        const int hot = tkvi_hot_more(cfg, a->hot_tokens), step = a->level > cfg->min_level ? -1 : 0;
+        if (hot == a->hot_tokens && !step) return TKVI_ADVICE_NO_FINER;
+        a->hot_tokens = hot;
+        a->step = step;
+        if (!below) a->mean = (float)tkvi_scores_mean(&late), a->samples = late.n;
+        tkvi_feedback_restart(f, cfg->cooldown);
+        f->low = a->mean;
+        f->finer++;
+        return TKVI_ADVICE_FINER;
+    }
+    if (tkvi_scores_side(&all, target + slack, errors) > 0 && tkvi_scores_mean(&late) > target + slack) {
+        const int hot = tkvi_hot_less(cfg, a->hot_tokens), step = a->level < cfg->max_level ? 1 : 0;
+        if (hot == a->hot_tokens && !step) return TKVI_ADVICE_NO_CHEAPER;
+        if (f->gain >= 0.0f && (double)mean - (double)f->gain <= target + slack / 2.0)
+            return TKVI_ADVICE_LOSES;
+        a->hot_tokens = hot;
+        a->step = step;
+        tkvi_feedback_restart(f, cfg->cooldown);
+        f->cheaper++;
+        return TKVI_ADVICE_CHEAPER;
+    }
+    return TKVI_ADVICE_MEETS;
+}
+
+TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out) {
+    tkv_advice a;
+    int why;
+    if (!f || !out || hot_tokens < 0 || hot_tokens > TKVI_FOREVER || level < 0 || level >= TKV_MAX_LEVELS)
+        return TKV_ERR_ARG;
+    memset(&a, 0, sizeof a);
+    a.hot_tokens = hot_tokens;
+    a.level = level;
+    tkvi_lock(&f->lock);
+    if (!f->moved && (hot_tokens != f->hot || level != f->level)) tkvi_feedback_restart(f, f->cfg.cooldown);
+    why = tkvi_advise(f, &a);
+    f->moved = why == TKVI_ADVICE_FINER || why == TKVI_ADVICE_CHEAPER;
+    f->hot = hot_tokens;
+    f->level = level;
+    tkvi_unlock(&f->lock);
+    a.kind = why == TKVI_ADVICE_FINER     ? TKV_ADVICE_FINER
+             : why == TKVI_ADVICE_CHEAPER ? TKV_ADVICE_CHEAPER
+                                          : TKV_ADVICE_KEEP;
+    a.level = level + a.step;
+    a.reason = tkvi_advice_reasons[why];
+    *out = a;
+    return TKV_OK;
+}
+
+/* >>reports */
+TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out) {
+    tkv_feedback_info r;
+    tkvi_scores s;
+    uint64_t weighted = 0;
+    uint32_t least = 0xffffffffu, most = 0;
+    int i, at, n = last ? last : TKVI_SCORES_MANY;
+    if (!f || !out || n < 0 || n > TKV_FEEDBACK_HISTORY) return TKV_ERR_ARG;
+    memset(&r, 0, sizeof r);
+    tkvi_lock(&f->lock);
+    if ((uint64_t)n > f->scores) n = (int)f->scores;
+    s = tkvi_scores_of(f, n);
+    for (i = 0, at = tkvi_scores_from(f, n); i < n; i++, at = tkvi_scores_next(at)) {
+        const uint32_t x = f->history[at];
+        weighted += (uint64_t)i * x;
+        least = x < least ? x : least;
+        most = x > most ? x : most;
+    }
+    r.scores = f->scores;
+    r.refused = f->refused;
+    r.finer = f->finer;
+    r.cheaper = f->cheaper;
+    tkvi_unlock(&f->lock);
+    r.n = n;
+    if (n > 0) {
+        const double target = (double)f->cfg.target, slack = (1.0 - target) / 2.0;
+        const double mean = tkvi_scores_mean(&s), variance = tkvi_scores_variance(&s);
+        /* sums of i - its mean, squared and times the score: those of whole numbers, exact */
+        const double width = (double)n * ((double)n * n - 1.0) / 12.0;
+        const double along = ((double)weighted - (double)s.sum * (n - 1) / 2.0) / TKVI_SCORE_ONE;
+        const double slope = n > 1 ? along / width : 0.0;
+        const double rest = variance * (n - 1) - slope * along, rise = slope * (n - 1);
+        r.average = (float)mean;
+        r.least = (float)(least / TKVI_SCORE_ONE);
+        r.most = (float)(most / TKVI_SCORE_ONE);
+        r.deviation = (float)sqrt(variance);
+        r.trend = (float)slope;
+        r.meets_target = mean >= target;
+        if (n >= TKVI_SCORES_FEW) {
+            r.is_improving = slope > 0.0 && slope * slope * width * (n - 2) > 4.0 * rest;
+            r.is_stable = variance <= slack * slack && rise * rise <= slack * slack;
+        }
+    }
+    *out = r;
+    return TKV_OK;
+}
+
+#endif /* TKVI_FEEDBACK_H */
+/* ======== thresholds.h ======== */
+/*
+ * thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an array of
+ * the caller's; as a text, and back.
+ *
+ *     tieredkv-thresholds 1
+ *     all 4096 64 448 128 a30 r30 0.981200 SmolLM2-135M
+ *     sum 91a2c35b08d1f7e6
+ *
+ * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or default),
+ * score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by model
+ * (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
+ * all bytes before its line. A text is read only if it is what would have been printed.
+ *
+ * May call plan (for formats) and below.
+ */
+#ifndef TKVI_THRESHOLDS_H
+#define TKVI_THRESHOLDS_H
+
+
+#include <stddef.h>
+
+#define TKVI_THRESHOLDS_TITLE "tieredkv-thresholds "
+#define TKVI_THRESHOLDS_VERSION "1"
+#define TKVI_THRESHOLD_LINE 192 /* more than the longest line: 63 of the name, 55 of numbers, two formats */
+
+/* >>what an entry may hold. Numbers in the order of a line: from `low` to `high`, or one of two words. */
+typedef struct tkvi_threshold_number {
+    const char *name;
+    size_t at;
+    int low, high;
+    int none, all; /* 1: so may it be */
+} tkvi_threshold_number;
+
+#define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
+static const tkvi_threshold_number tkvi_threshold_numbers[] = {
+    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, 1},
+    {"context", TKVI_THRESHOLD_AT(context), 1, TKVI_FOREVER, 0, 0},
+    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"samples", TKVI_THRESHOLD_AT(samples), 0, 0x7fffffff, 0, 0},
+};
+#define TKVI_THRESHOLD_NUMBERS ((int)(sizeof tkvi_threshold_numbers / sizeof *tkvi_threshold_numbers))
+
+static int tkvi_threshold_number_of(const tkv_threshold *e, int i) {
+    int x;
+    memcpy(&x, (const char *)e + tkvi_threshold_numbers[i].at, sizeof x);
+    return x;
+}
+
+static int tkvi_number_valid(const tkvi_threshold_number *d, int x) {
+    return (x >= d->low && x <= d->high) || (x == TKV_NONE && d->none) || (x == TKV_ALL && d->all);
+}
+
+static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
+    return f == TKV_FORMAT_DEFAULT || (tkvi_format_known(f) && tkvi_format_stores(&tkvi_formats[f], side));
+}
+
+/* Any bytes from blank on, UTF-8 included: 1 to 63 of them, a 0 behind, no blank at either end. */
+static int tkvi_model_valid(const char *name) {
+    int n;
+    for (n = 0; n < TKV_MODEL_NAME && name[n]; n++)
+        if ((unsigned char)name[n] < 0x20 || name[n] == 0x7f) return 0;
+    return n > 0 && n < TKV_MODEL_NAME && name[0] != ' ' && name[n - 1] != ' ';
+}
+
+/* What is wrong with an entry, or NULL. */
+static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
+    int i;
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++)
+        if (!tkvi_number_valid(&tkvi_threshold_numbers[i], tkvi_threshold_number_of(e, i)))
+            return tkvi_threshold_numbers[i].name;
+    if (!tkvi_store_format_valid(e->archive.k, TKV_K)) return "archive.k";
+    if (!tkvi_store_format_valid(e->archive.v, TKV_V)) return "archive.v";
+    if (!tkvi_is_finite(e->score) || e->score < 0.0f || e->score > 1.0f) return "score";
+    return tkvi_model_valid(e->model) ? NULL : "model";
+}
+
+/* Scores are whole millionths: a text holds them exactly. */
+static int tkvi_millionths(float score) { return (int)((double)score * 1e6 + .5); }
+
+static float tkvi_of_millionths(int n) { return (float)(n / 1e6); }
+
+/* >>the array */
+static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) {
+    const int names = strcmp(a->model, b->model);
+    if (names) return names;
+    return a->layer != b->layer       ? (a->layer > b->layer) - (a->layer < b->layer)
+           : a->context != b->context ? (a->context > b->context) - (a->context < b->context)
+                                      : 0;
+}
+
+/* Is the array as these functions leave it? It is the caller's, so nothing is taken for granted. */
+static int tkvi_thresholds_sound(const tkv_thresholds *t) {
+    int i;
+    if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
+    for (i = 0; i < t->n; i++) {
+        if (tkvi_threshold_wrong(&t->entry[i])) return 0;
+        if (i && tkvi_threshold_order(&t->entry[i - 1], &t->entry[i]) >= 0) return 0;
+    }
+    return 1;
+}
+
+/* Where the entry stands or would stand; *found: it stands there. */
+static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e, int *found) {
+    int i = 0, order = 1;
+    while (i < t->n && (order = tkvi_threshold_order(&t->entry[i], e)) < 0) i++;
+    *found = i < t->n && order == 0;
+    return i;
+}
+
+/* In a sound array with room. */
+static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
+    int found, i = tkvi_threshold_place(t, e, &found);
+    tkv_threshold *to = &t->entry[i];
+    size_t length = strlen(e->model);
+    if (!found) memmove(to + 1, to, (size_t)(t->n++ - i) * sizeof *to);
+    *to = *e;
+    memset(to->model + length, 0, sizeof to->model - length);
+    to->score = tkvi_of_millionths(tkvi_millionths(e->score));
+}
+
+TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e) {
+    tkv_threshold copy;
+    int found;
+    if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
+    copy = *e; /* it may stand in the array itself */
+    tkvi_threshold_place(t, &copy, &found);
+    if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
+    tkvi_threshold_put(t, &copy);
+    return TKV_OK;
+}
+
+/* >>finding */
+static int tkvi_context_distance(const tkv_threshold *e, int context) {
+    return e->context > context ? e->context - context : context - e->context;
+}
+
+/* Below 0: a is the better one for this layer and context. Of two entries that are there, never 0. */
+static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, int layer, int context) {
+    int i, key[5][2];
+    const tkv_threshold *e[2];
+    e[0] = a;
+    e[1] = b;
+    for (i = 0; i < 2; i++) { /* the smaller key is the better */
+        key[0][i] = e[i]->layer != layer;
+        key[1][i] = tkvi_context_distance(e[i], context);
+        key[2][i] = -tkvi_millionths(e[i]->score);
+        key[3][i] = -e[i]->samples;
+        key[4][i] = -e[i]->context;
+    }
+    for (i = 0; i < 5; i++)
+        if (key[i][0] != key[i][1]) return key[i][0] < key[i][1] ? -1 : 1;
+    return 0;
+}
+
+TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
+                                      tkv_threshold *out, int most) {
+    int i, k, n = 0;
+    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return 0;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return 0;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return 0;
+    for (i = 0; i < t->n; i++) {
+        const tkv_threshold *e = &t->entry[i];
+        if ((e->layer != layer && e->layer != TKV_ALL) || strcmp(e->model, model) != 0) continue;
+        for (k = n; k > 0 && tkvi_threshold_rank(e, &out[k - 1], layer, context) < 0; k--)
+            if (k < most) out[k] = out[k - 1];
+        if (k == most) continue;
+        out[k] = *e;
+        n += n < most;
+    }
+    return n;
+}
+
+TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out) {
+    if (!tkvi_thresholds_sound(t) || !model || !out) return TKV_ERR_ARG;
+    return tkv_thresholds_candidates(t, model, layer, context, out, 1) ? TKV_OK : TKV_ERR_RANGE;
+}
+
+TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
+                                           float discount) {
+    char model[2][TKV_MODEL_NAME]; /* copies: a name may stand in the array itself */
+    tkv_threshold e;
+    int i, pass, found, any = 0, fresh = 0;
+    if (tkvi_bits(discount) == 0) discount = .9f;
+    if (!tkvi_thresholds_sound(t) || !from || !to || strcmp(from, to) == 0) return TKV_ERR_ARG;
+    if (!tkvi_model_valid(from) || !tkvi_model_valid(to)) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(discount) || discount <= 0.0f || discount > 1.0f) return TKV_ERR_ARG;
+    memset(model, 0, sizeof model);
+    memcpy(model[0], from, strlen(from));
+    memcpy(model[1], to, strlen(to));
+    for (pass = 0; pass < 2; pass++) { /* counts, then copies */
+        for (i = 0; i < t->n; i++) {
+            if (strcmp(t->entry[i].model, model[0]) != 0) continue;
+            any = 1;
+            e = t->entry[i];
+            memcpy(e.model, model[1], sizeof e.model);
+            tkvi_threshold_place(t, &e, &found);
+            if (found) continue;
+            e.score *= discount;
+            e.samples = 0;
+            if (pass == 0) fresh++;
+            else tkvi_threshold_put(t, &e); /* may move this one up: it is met again, and its copy found */
+        }
+        if (!any) return TKV_ERR_RANGE;
+        if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
+    }
+    return TKV_OK;
+}
+
+/* >>printing */
+typedef struct tkvi_printer {
+    tkv_write_bytes write;
+    void *user;
+    uint64_t sum;
+    int failed;
+} tkvi_printer;
+
+static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
+    const size_t n = (size_t)(t->at - line);
+    p->sum = tkvi_fnv1a_more(p->sum, (const uint8_t *)line, n);
+    if (!p->failed) p->failed = p->write(p->user, line, n) != 0;
+}
+
+static void tkvi_say_number(tkvi_text *t, int n) {
+    if (n == TKV_NONE) tkvi_say(t, "none");
+    else if (n == TKV_ALL) tkvi_say(t, "all");
+    else tkvi_say_int(t, n);
+}
+
+static void tkvi_say_format(tkvi_text *t, tkv_format f) {
+    tkvi_say(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
+}
+
+static void tkvi_say_score(tkvi_text *t, float score) {
+    char digits[9];
+    int i, n = tkvi_millionths(score);
+    for (i = 7; i >= 0; i--) {
+        digits[i] = '.';
+        if (i == 1) continue;
+        digits[i] = (char)('0' + n % 10);
+        n /= 10;
+    }
+    digits[8] = 0;
+    tkvi_say(t, digits);
+}
+
+static void tkvi_say_sum(tkvi_text *t, uint64_t sum) {
+    char digits[17];
+    int i;
+    for (i = 15; i >= 0; i--, sum >>= 4) digits[i] = "0123456789abcdef"[sum & 15u];
+    digits[16] = 0;
+    tkvi_say(t, "sum ");
+    tkvi_say(t, digits);
+    tkvi_say(t, "\n");
+}
+
+static void tkvi_say_threshold(tkvi_text *t, const tkv_threshold *e) {
+    int i;
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_say(t, " "))
+        tkvi_say_number(t, tkvi_threshold_number_of(e, i));
+    tkvi_say_format(t, e->archive.k);
+    tkvi_say(t, " ");
+    tkvi_say_format(t, e->archive.v);
+    tkvi_say(t, " ");
+    tkvi_say_score(t, e->score);
+    tkvi_say(t, " ");
+    tkvi_say(t, e->model);
+    tkvi_say(t, "\n");
+}
+
+TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
+    char line[TKVI_THRESHOLD_LINE];
+    tkvi_printer p;
+    tkvi_text at = tkvi_text_begin(line, sizeof line);
+    int i;
+    if (!tkvi_thresholds_sound(t) || !write) return TKV_ERR_ARG;
+    p.write = write;
+    p.user = user;
+    p.sum = TKVI_FNV1A_START;
+    p.failed = 0;
+    tkvi_say(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
+    tkvi_print_line(&p, &at, line);
+    for (i = 0; i < t->n; i++) {
+        at = tkvi_text_begin(line, sizeof line);
+        tkvi_say_threshold(&at, &t->entry[i]);
+        tkvi_print_line(&p, &at, line);
+    }
+    at = tkvi_text_begin(line, sizeof line);
+    tkvi_say_sum(&at, p.sum);
+    tkvi_print_line(&p, &at, line);
+    return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
+}
+
+/* A piece of memory to print to; without one it only counts. */
+typedef struct tkvi_sheet {
+    char *at;
+    size_t used;
+} tkvi_sheet;
+
+static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
+    tkvi_sheet *p = (tkvi_sheet *)user;
+    if (p->at) memcpy(p->at + p->used, bytes, size);
+    p->used += size;
+    return 0;
+}
+
+TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes) {
+    tkvi_sheet p;
+    p.at = NULL;
+    p.used = 0;
+    if (tkv_thresholds_save(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
+    if (bytes) *bytes = p.used;
+    if (!dst) return TKV_OK;
+    if (size < p.used) return TKV_ERR_ARG;
+    p.at = dst;
+    p.used = 0;
+    return tkv_thresholds_save(t, tkvi_sheet_write, &p);
+}
+
+/* >>reading. A field that is not as it would be printed gives 0. */
+typedef struct tkvi_scan {
+    const char *at, *end;
+    int line;
+} tkvi_scan;
+
+/* The bytes up to the next blank, cut off; up to the end of the line for the last field. */
+static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
+    size_t n = 0;
+    while (s->at < s->end && *s->at != stop && *s->at != '\n' && *s->at && n + 1 < room) out[n++] = *s->at++;
+    out[n] = 0;
+    return n > 0 && s->at < s->end && *s->at++ == stop;
+}
+
+/* Digits, at most `high`, no zero before them; or -1. */
+static int tkvi_digits(const char *s, int high) {
+    int64_t n = 0;
+    int i;
+    for (i = 0; s[i] >= '0' && s[i] <= '9' && i < 10; i++) n = n * 10 + (s[i] - '0');
+    return i == 0 || s[i] || (s[0] == '0' && i > 1) || n > high ? -1 : (int)n;
+}
+
+static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
+    char word[16];
+    if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
+    if (strcmp(word, "none") == 0) *x = TKV_NONE;
+    else if (strcmp(word, "all") == 0) *x = TKV_ALL;
+    else if ((*x = tkvi_digits(word, d->high)) < 0) return 0;
+    return tkvi_number_valid(d, *x);
+}
+
+static int tkvi_scan_format(tkvi_scan *s, tkv_side side, tkv_format *f) {
+    char word[32];
+    if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
+    *f = tkv_format_from_name(word);
+    return *f == TKV_FORMAT_DEFAULT ? strcmp(word, "default") == 0 : tkvi_store_format_valid(*f, side);
+}
+
+static int tkvi_scan_score(tkvi_scan *s, float *score) {
+    char word[16];
+    int i, n = 0;
+    if (!tkvi_scan_field(s, ' ', word, sizeof word) || strlen(word) != 8) return 0;
+    for (i = 0; i < 8; i++) {
+        if (i == 1 && word[i] == '.') continue;
+        if (i == 1 || word[i] < '0' || word[i] > '9') return 0;
+        n = n * 10 + (word[i] - '0');
+    }
+    *score = tkvi_of_millionths(n);
+    return n <= 1000000;
+}
+
+/* One line as an entry. Returns what is wrong with it, or NULL. */
+static const char *tkvi_scan_threshold(tkvi_scan *s, tkv_threshold *e) {
+    int i, x;
+    memset(e, 0, sizeof *e);
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++) {
+        if (!tkvi_scan_number(s, &tkvi_threshold_numbers[i], &x)) return tkvi_threshold_numbers[i].name;
+        memcpy((char *)e + tkvi_threshold_numbers[i].at, &x, sizeof x);
+    }
+    if (!tkvi_scan_format(s, TKV_K, &e->archive.k)) return "archive.k";
+    if (!tkvi_scan_format(s, TKV_V, &e->archive.v)) return "archive.v";
+    if (!tkvi_scan_score(s, &e->score)) return "score";
+    if (!tkvi_scan_field(s, '\n', e->model, sizeof e->model)) return "model";
+    return tkvi_threshold_wrong(e);
+}
+
+static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
+    const size_t n = strlen(with);
+    return (size_t)(s->end - s->at) >= n && memcmp(s->at, with, n) == 0;
+}
+
+static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
+    tkvi_say(reason, "line ");
+    tkvi_say_int(reason, s->line);
+    tkvi_say(reason, ": ");
+    tkvi_say(reason, what);
+    tkvi_say(reason, why);
+    return TKV_ERR_DATA;
+}
+
+/* Reads a text, into `to` unless that is NULL; *n counts its entries. */
+static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_threshold *to, int *n,
+                                       tkvi_text *reason) {
+    static const char title[] = TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n";
+    char line[TKVI_THRESHOLD_LINE];
+    tkvi_text sum = tkvi_text_begin(line, sizeof line);
+    tkv_threshold e, last;
+    tkvi_scan s;
+    s.at = src;
+    s.end = src + size;
+    s.line = 1;
+    *n = 0;
+    if (!tkvi_starts_with(&s, TKVI_THRESHOLDS_TITLE))
+        return tkvi_scan_bad(&s, "this is no threshold store", "", reason);
+    if (!tkvi_starts_with(&s, title))
+        return tkvi_scan_bad(&s, "the store is of another version: ask the library that wrote it", "",
+                             reason);
+    s.at += sizeof title - 1;
+    for (s.line = 2; s.at < s.end && !tkvi_starts_with(&s, "sum "); s.line++, ++*n) {
+        const char *wrong = tkvi_scan_threshold(&s, &e);
+        if (wrong) return tkvi_scan_bad(&s, wrong, " is damaged or out of range: take an older copy", reason);
+        if (*n && tkvi_threshold_order(&last, &e) >= 0)
+            return tkvi_scan_bad(&s, "the entry", " is there twice or out of order", reason);
+        if (s.line == TKVI_FOREVER) return tkvi_scan_bad(&s, "there are too many", "", reason);
+        if (to) to[*n] = e;
+        last = e;
+    }
+    tkvi_say_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
+    if (!tkvi_starts_with(&s, line))
+        return tkvi_scan_bad(&s, "the checksum", " is missing or wrong: take an older copy", reason);
+    if ((size_t)(s.end - s.at) != strlen(line))
+        return tkvi_scan_bad(&s, "there is something", " after the checksum", reason);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+                                        size_t reason_size) {
+    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
+    tkv_status st;
+    int n;
+    if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
+        tkvi_say(&why, "the store or the text is missing");
+        return TKV_ERR_ARG;
+    }
+    st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
+    if (st) return st;
+    if (n > t->room) {
+        tkvi_say(&why, "the text has ");
+        tkvi_say_int(&why, n);
+        tkvi_say(&why, " entries, the store has room for ");
+        tkvi_say_int(&why, t->room);
+        return TKV_ERR_CAPACITY;
+    }
+    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
+                                       size_t size, char *reason, size_t reason_size) {
+    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
+    size_t used = 0;
+    if (!read || !work) {
+        tkvi_say(&why, "the function that reads or its work space is missing");
+        return TKV_ERR_ARG;
+    }
+    for (;;) {
+        char more;
+        const int full = used == size; /* is there another byte? */
+        const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
+        if (got == 0) break;
+        if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
+            tkvi_say(&why, "the function that reads has failed");
+            return TKV_ERR_DATA;
+        }
+        if (full) {
+            tkvi_say(&why, "the text is longer than the work space");
+            return TKV_ERR_CAPACITY;
+        }
+        used += (size_t)got;
+    }
+    return tkv_thresholds_parse(t, work, used, reason, reason_size);
+}
+
+#endif /* TKVI_THRESHOLDS_H */
 /* ======== pool.h ======== */
 /*
  * pool.h - where blocks live: pages cut into slots, and the block table on top.
@@ -13121,14 +14093,9 @@ static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
 }
 
-static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
 static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     const tkvi_rope *rope = tkvi_kvquant_rope(t);
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
     b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
@@ -14881,7 +15848,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 
 static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
 
-static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(0xcbf29ce484222325u, p, n); }
+static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
 static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];

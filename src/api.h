@@ -62,6 +62,11 @@
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
+#define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
+#define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
+#define tkv_feedback_read TKV_NAME_(tkv_feedback_read)
+#define tkv_feedback_reset TKV_NAME_(tkv_feedback_reset)
 #define tkv_flush TKV_NAME_(tkv_flush)
 #define tkv_format_bits TKV_NAME_(tkv_format_bits)
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
@@ -92,11 +97,22 @@
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
+#define tkv_score_from_accuracy TKV_NAME_(tkv_score_from_accuracy)
+#define tkv_score_from_ppl TKV_NAME_(tkv_score_from_ppl)
+#define tkv_score_from_quality TKV_NAME_(tkv_score_from_quality)
 #define tkv_seq_len TKV_NAME_(tkv_seq_len)
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
+#define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
+#define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
+#define tkv_thresholds_load TKV_NAME_(tkv_thresholds_load)
+#define tkv_thresholds_parse TKV_NAME_(tkv_thresholds_parse)
+#define tkv_thresholds_print TKV_NAME_(tkv_thresholds_print)
+#define tkv_thresholds_put TKV_NAME_(tkv_thresholds_put)
+#define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
+#define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
@@ -694,6 +710,147 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
  * nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
+
+/* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
+ * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no
+ * cache and owns no memory; a struct of the caller's holds it. Levels are those of a ladder as in tkv_policy: 0 has
+ * the highest precision.
+ *
+ *   score  0 ............................ target ........ (1 + target) / 2 .......... 1
+ *   advice   hot x 1.2, level - 1        |      nothing       |   hot x 0.9, level + 1
+ *
+ * The mean is that of the last 100 scores at most, 16 at least, none of them from before the plan last changed or
+ * from the cool-down after it. With fewer than 100 it must be on its side of a limit by two standard errors (as
+ * of independent scores); to fall back, it is enough that the last 16 are by three. What a step to higher
+ * precision gained is remembered for 1,000 scores: no step back that would lose it again. So at a constant
+ * quality there is one try of a cheaper plan in 1,000 scores at most. */
+#define TKV_FEEDBACK_HISTORY 1000
+typedef struct tkv_feedback_config {
+    /* Of the mean score, .01 to .9999; 0: .97, as much as a perplexity 3 % higher. Known otherwise: it is
+     * tkv_score_from_ppl(base, base + allowed). */
+    float target;
+    int cooldown;  /* scores after a change of plan that count for no advice; 0: 8; TKV_NONE: none */
+    int min_hot;   /* it never advises fewer hot tokens ... 0: 32 */
+    int max_hot;   /* ... or more; 0: 1024 */
+    int min_level; /* ... or a higher precision ... */
+    int max_level; /* ... or a lower one; 0: 3, the last of the usual ladder; TKV_NONE: level 0 for ever */
+} tkv_feedback_config;
+
+typedef enum tkv_advice_kind { TKV_ADVICE_KEEP = 0, TKV_ADVICE_FINER, TKV_ADVICE_CHEAPER } tkv_advice_kind;
+
+typedef struct tkv_advice {
+    tkv_advice_kind kind;
+    int hot_tokens, level; /* the plan to have now: what was given where nothing is to change */
+    int step;              /* of the level: -1 to higher precision, +1 to lower, 0 */
+    float mean;            /* what it rests on: the mean of so many scores */
+    int samples;
+    const char *reason; /* a sentence, never NULL */
+} tkv_advice;
+
+typedef struct tkv_feedback_info {
+    int n; /* scores that the next lines are about, the newest; with none, all are 0 */
+    float average, least, most;
+    float deviation;  /* standard, of a sample; 0 with fewer than 2 */
+    float trend;      /* change from a score to the next: the slope of the straight line through them */
+    int meets_target; /* 1: the average is at the target or above */
+    int is_improving; /* 1: at least 16 scores, and the trend is above 0 by two standard errors */
+    int is_stable;    /* 1: at least 16; deviation and the line's rise or fall at most (1 - target) / 2 */
+    uint64_t scores, refused; /* all; refused: NaN, infinite, not in 0 .. 1, otherwise without effect */
+    uint64_t finer, cheaper;  /* advice given */
+} tkv_feedback_info;
+
+typedef struct tkv_feedback { /* of tkv_feedback_init; read it through tkv_feedback_read */
+    int lock;
+    tkv_feedback_config cfg;
+    int hot, level, moved;     /* the plan that the scores are about; moved: it may have changed since */
+    float low, gain;           /* the mean that made us fall back, and what that gained; -1: not known */
+    uint64_t since, gained_at; /* numbers of scores */
+    uint64_t sum, squares;     /* of the newest since then, 100 at most */
+    uint64_t scores, refused, finer, cheaper;
+    uint32_t history[TKV_FEEDBACK_HISTORY]; /* a ring, in units of 2^-24 */
+} tkv_feedback;
+
+/* Scores, cut to 0 .. 1; -1 where there is none to be had (a number is not finite or out of range).
+ * Perplexity: 1 - (ppl - base) / base, base being that of the exact cache on the same text; both at least 1.
+ * Accuracy: of a task, accuracy / base, base above 0.
+ * Quality: of the cache's own meter, 1 - weight * output_error / coverage; weight is by how much a perplexity rises
+ * for that error, which is a matter of the model: about 1 for SmolLM2-135M, which is also its 0, a third and
+ * three for two smaller ones. -1 also without samples or with a coverage below .05. Call tkv_quality_reset
+ * between two, so that each score is of new samples; heads differ much, so watch many. */
+TKV_API float tkv_score_from_ppl(double base, double ppl);
+TKV_API float tkv_score_from_accuracy(double base, double accuracy);
+TKV_API float tkv_score_from_quality(const tkv_quality_info *q, double weight);
+
+/* cfg NULL: all defaults. TKV_ERR_CONFIG, and *reason (may be NULL) says why: f is untouched. */
+TKV_API tkv_status tkv_feedback_init(tkv_feedback *f, const tkv_feedback_config *cfg, const char **reason);
+/* One more score, from any thread (gcc, clang). TKV_ERR_ARG: refused and counted. Some ns. */
+TKV_API tkv_status tkv_feedback_observe(tkv_feedback *f, float score);
+/* What to do about a plan of so many hot tokens at that level. An advice to change counts as taken: the next needs new
+ * scores. So does a plan that is another than at the last call (the pressure moved it, say), unless that
+ * advised it. TKV_ERR_ARG: a pointer is missing, hot_tokens is not in 0 .. 2^30 - 1, level not in 0 ..
+ * TKV_MAX_LEVELS - 1; nothing changed. About 100 ns; from any thread, though only one should follow. */
+TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int level, tkv_advice *out);
+/* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
+TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
+TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
+
+/* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
+ * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.
+ * No function allocates. */
+#define TKV_MODEL_NAME 64
+typedef struct tkv_threshold {
+    char model[TKV_MODEL_NAME];  /* 1 to 63 bytes and a 0; no control characters, no blank at either end */
+    int layer;                   /* or TKV_ALL: found for all layers together */
+    int context;                 /* tokens, 1 to 2^30 - 1 */
+    int hot_tokens, warm_tokens; /* as in tkv_config: 0, TKV_NONE and TKV_ALL included */
+    tkv_pair archive;
+    float score; /* 0 to 1, 1: no loss; kept in millionths */
+    int samples; /* scores that it is the mean of; 0: guessed */
+} tkv_threshold;
+
+typedef struct tkv_thresholds { /* tkv_thresholds t = {memory, 0, room}; */
+    tkv_threshold *entry;       /* [room], the first n in use, in order of model, layer, context */
+    int n, room;
+} tkv_thresholds;
+
+/* Adds an entry, or replaces that of the same model, layer and context. TKV_ERR_ARG: a field is out of range;
+ * TKV_ERR_CAPACITY: no room. O(n). */
+TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e);
+/* The entries for a model, the best first, `most` (10 are usual) at most; returns how many, 0 where there is none
+ * or an argument is bad. Entries of the layer come before those for TKV_ALL, another layer's never; then the
+ * nearest by context length |difference|, the better score, more samples, the longer context. O(n * most). */
+#define TKV_THRESHOLD_CANDIDATES 10
+TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
+                                      tkv_threshold *out, int most);
+/* The first of these. TKV_ERR_RANGE: nothing is stored for this model and layer, out untouched. */
+TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out);
+/* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
+ * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether two
+ * models are alike the caller must know: an equal shape does not show it, so nothing is ever found under
+ * another name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
+                                           float discount);
+
+/* A line with the version, one for each entry, one with a checksum; equal stores give equal texts. *bytes (may be
+ * NULL) is how many it takes, no final 0 included. dst NULL: only that. TKV_ERR_ARG: dst is too small; nothing
+ * written. */
+TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes);
+/* Takes the entries of such a text in the place of those there are. TKV_ERR_DATA: damaged, or of another version, any
+ * bytes are safe to try; TKV_ERR_CAPACITY: no room; `reason` (may be NULL) gets the line and what is wrong
+ * with it, and nothing changes. */
+TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+                                        size_t reason_size);
+/* The same text through functions of the caller's. `write` takes all of it and returns 0, or another number to stop;
+ * `read` returns how many bytes it gave, 0 at the end, a negative number to stop. */
+typedef int (*tkv_write_bytes)(void *user, const char *bytes, size_t size);
+typedef ptrdiff_t (*tkv_read_bytes)(void *user, char *bytes, size_t size);
+/* A line at a time. TKV_ERR_CAPACITY: `write` stopped. */
+TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user);
+/* `work` takes the whole text: TKV_ERR_CAPACITY if it is longer than `size`. TKV_ERR_DATA also
+ * if `read` stopped; the rest as tkv_thresholds_parse. */
+TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
+                                       size_t size, char *reason, size_t reason_size);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

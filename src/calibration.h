@@ -20,7 +20,7 @@
 
 static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
 
-static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(0xcbf29ce484222325u, p, n); }
+static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
 static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];

@@ -224,14 +224,9 @@ static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
 }
 
-static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
 static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     const tkvi_rope *rope = tkvi_kvquant_rope(t);
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
     b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));

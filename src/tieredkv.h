@@ -48,6 +48,8 @@ extern "C" {
 #include "policy.h"
 #include "plan.h"
 #include "preset.h"
+#include "feedback.h"
+#include "thresholds.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"

@@ -568,6 +568,48 @@ TEST(stack_is_as_promised) {
 TEST(stack_is_as_promised) { SKIP("not as users build it"); }
 #endif
 
+/* >>scores from many threads at once, while one asks for advice */
+enum { SCORE_THREADS = 6, SCORES_EACH = 5000 };
+
+static void *scorer(void *arg) {
+    tkv_feedback *f = (tkv_feedback *)arg;
+    tkv_rng r = tkv_rng_seed(5);
+    int n;
+    for (n = 0; n < SCORES_EACH; n++) (void)tkv_feedback_observe(f, (float)(.94 + .06 * tkv_rng_uniform(&r)));
+    return NULL;
+}
+
+TEST(scores_from_many_threads) {
+#if !defined(__GNUC__) && !defined(__clang__)
+    SKIP("no atomics");
+#else
+    pthread_t thread[SCORE_THREADS];
+    tkv_feedback f;
+    tkv_feedback_info info;
+    tkv_advice a;
+    int i, n, bad = 0, hot = 64, level = 1, finer = 0, cheaper = 0;
+    CHECK_EQ(tkv_feedback_init(&f, NULL, NULL), TKV_OK);
+    for (i = 0; i < SCORE_THREADS; i++)
+        if (pthread_create(&thread[i], NULL, scorer, &f)) fail_hard("no thread");
+    for (n = 0; n < 2000; n++) { /* what is read always fits together */
+        bad += tkv_feedback_advise(&f, hot, level, &a) != TKV_OK;
+        finer += a.kind == TKV_ADVICE_FINER;
+        cheaper += a.kind == TKV_ADVICE_CHEAPER;
+        hot = a.hot_tokens;
+        level = a.level;
+        bad += tkv_feedback_read(&f, 1000, &info) != TKV_OK;
+        bad += info.n > 0 && (info.least < .94f || info.least > info.average || info.average > info.most);
+        bad += (uint64_t)info.n != (info.scores < 1000 ? info.scores : 1000);
+    }
+    for (i = 0; i < SCORE_THREADS; i++) CHECK_EQ(pthread_join(thread[i], NULL), 0);
+    CHECK_EQ(bad, 0);
+    CHECK_EQ(tkv_feedback_read(&f, 0, &info), TKV_OK);
+    CHECK_EQ(info.scores, SCORE_THREADS * SCORES_EACH);
+    CHECK_EQ(info.finer, finer);
+    CHECK_EQ(info.cheaper, cheaper);
+#endif
+}
+
 #else /* no threads here */
 #define NO_THREADS_(name)                                                                                    \
     TEST(name) { SKIP("no threads here"); }
@@ -582,6 +624,7 @@ NO_THREADS_(both_cuts_are_used)
 NO_THREADS_(callers_side_by_side)
 NO_THREADS_(callers_with_workers)
 NO_THREADS_(stack_is_as_promised)
+NO_THREADS_(scores_from_many_threads)
 #endif
 
 int main(int argc, char **argv) {
@@ -597,5 +640,6 @@ int main(int argc, char **argv) {
     RUN(tables_do_not_depend_on_threads);
     RUN(figures_do_not_depend_on_threads);
     RUN(stack_is_as_promised);
+    RUN(scores_from_many_threads);
     return tkv_test_end();
 }

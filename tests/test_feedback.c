@@ -1,0 +1,776 @@
+/*
+ * test_feedback.c - the quality controller: scores, its rules and limits by hand, its report against plain sums, and
+ * what it does to a cache that is simulated: quality drifts, and must be back within 100 scores, without swinging.
+ *
+ * The design it comes from divided by 100 with one score, compared with limits that no score can reach, and moved
+ * numbers that nothing used.
+ */
+#include "kit.h"
+
+static const uint32_t NOT_NUMBERS[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
+
+static tkv_feedback open_with(const tkv_feedback_config *cfg) {
+    tkv_feedback f;
+    const char *reason;
+    const tkv_status st = tkv_feedback_init(&f, cfg, &reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+    return f;
+}
+
+static void observe(tkv_feedback *f, double score, int times) {
+    while (times--) CHECK_EQ(tkv_feedback_observe(f, (float)score), TKV_OK);
+}
+
+static tkv_advice advise(tkv_feedback *f, int hot, int level) {
+    tkv_advice a;
+    memset(&a, 0xff, sizeof a);
+    CHECK_EQ(tkv_feedback_advise(f, hot, level, &a), TKV_OK);
+    CHECK(a.reason != NULL && *a.reason);
+    CHECK_EQ(a.level, level + a.step);
+    if (a.kind == TKV_ADVICE_KEEP) CHECK(a.hot_tokens == hot && a.level == level);
+    return a;
+}
+
+static tkv_feedback_info info_of(tkv_feedback *f, int last) {
+    tkv_feedback_info i;
+    memset(&i, 0xff, sizeof i);
+    CHECK_EQ(tkv_feedback_read(f, last, &i), TKV_OK);
+    return i;
+}
+
+/* >>scores */
+TEST(scores_from_ppl) {
+    CHECK_NEAR(tkv_score_from_ppl(20, 20), 1, 0);
+    CHECK_NEAR(tkv_score_from_ppl(20, 20.6), .97, 1e-6);
+    CHECK_NEAR(tkv_score_from_ppl(20, 30), .5, 1e-6);
+    CHECK_NEAR(tkv_score_from_ppl(20, 19), 1, 0); /* better than exact: no loss */
+    CHECK_NEAR(tkv_score_from_ppl(20, 50), 0, 0);
+    CHECK_NEAR(tkv_score_from_ppl(1, 1.25), .75, 1e-6);
+    CHECK_EQ(tkv_score_from_ppl(.5, 2), -1); /* no perplexity is below 1 */
+    CHECK_EQ(tkv_score_from_ppl(2, .5), -1);
+    CHECK_EQ(tkv_score_from_ppl(0, 2), -1);
+}
+
+TEST(scores_from_accuracy) {
+    CHECK_NEAR(tkv_score_from_accuracy(.8, .8), 1, 0);
+    CHECK_NEAR(tkv_score_from_accuracy(.8, .72), .9, 1e-6);
+    CHECK_NEAR(tkv_score_from_accuracy(80, 72), .9, 1e-6); /* any unit */
+    CHECK_NEAR(tkv_score_from_accuracy(.8, .9), 1, 0);
+    CHECK_NEAR(tkv_score_from_accuracy(.8, 0), 0, 0);
+    CHECK_EQ(tkv_score_from_accuracy(0, .5), -1);
+    CHECK_EQ(tkv_score_from_accuracy(.5, -.1), -1);
+}
+
+TEST(scores_from_quality) {
+    tkv_quality_info q;
+    memset(&q, 0, sizeof q);
+    CHECK_EQ(tkv_score_from_quality(NULL, 0), -1);
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1); /* no samples, or no meter */
+    q.samples = 10;
+    q.coverage = 1;
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), 1, 0); /* nothing was coded yet */
+    q.output_error = .02;
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .98, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, .5), .99, 1e-6);
+    q.coverage = .5; /* half of the coded blocks had a copy: the others count as much */
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .96, 1e-6);
+    CHECK_NEAR(tkv_score_from_quality(&q, 6), .76, 1e-6);
+    q.coverage = .05;
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), .6, 1e-6);
+    q.output_error = .06;
+    CHECK_NEAR(tkv_score_from_quality(&q, 0), 0, 0);
+    CHECK_EQ(tkv_score_from_quality(&q, -1), -1);
+    q.coverage = .049;
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+    q.coverage = 1;
+    q.output_error = -.1;
+    CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+}
+
+TEST(scores_of_what_is_no_number) {
+    int i;
+    for (i = 0; i < COUNT(NOT_NUMBERS); i++) {
+        const double bad = (double)tkv_test_float(NOT_NUMBERS[i]);
+        tkv_quality_info q;
+        memset(&q, 0, sizeof q);
+        q.samples = 1;
+        q.coverage = 1;
+        q.output_error = bad;
+        CHECK_EQ(tkv_score_from_ppl(bad, 20), -1);
+        CHECK_EQ(tkv_score_from_ppl(20, bad), -1);
+        CHECK_EQ(tkv_score_from_accuracy(bad, .5), -1);
+        CHECK_EQ(tkv_score_from_accuracy(.5, bad), -1);
+        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+        q.output_error = 0;
+        CHECK_EQ(tkv_score_from_quality(&q, bad), -1);
+        q.coverage = bad;
+        CHECK_EQ(tkv_score_from_quality(&q, 0), -1);
+    }
+}
+
+/* >>the rules */
+TEST(says_nothing_with_15) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a = advise(&f, 64, 2);
+    CHECK_EQ(a.samples, 0);
+    observe(&f, .5, 15);
+    a = advise(&f, 64, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    CHECK_EQ(a.samples, 15);
+    CHECK_NEAR(a.mean, .5, 1e-7);
+    CHECK(strstr(a.reason, "fewer than 16"));
+    observe(&f, .5, 1);
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_FINER);
+}
+
+TEST(falls_back) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a;
+    observe(&f, .96, 16);
+    a = advise(&f, 64, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_FINER);
+    CHECK_EQ(a.hot_tokens, 77); /* 64 x 1.2 = 76.8 */
+    CHECK_EQ(a.level, 1);
+    CHECK_EQ(a.step, -1);
+    CHECK_EQ(a.samples, 16);
+    CHECK_NEAR(a.mean, .96, 1e-6);
+    CHECK(strstr(a.reason, "below the target"));
+    CHECK_EQ(info_of(&f, 0).finer, 1);
+    CHECK_EQ(info_of(&f, 0).cheaper, 0);
+}
+
+TEST(goes_cheaper) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a;
+    observe(&f, .99, 16);
+    a = advise(&f, 64, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_CHEAPER);
+    CHECK_EQ(a.hot_tokens, 57); /* 64 x 0.9 = 57.6 */
+    CHECK_EQ(a.level, 3);
+    CHECK_EQ(a.step, 1);
+    CHECK_EQ(info_of(&f, 0).cheaper, 1);
+}
+
+/* Limits themselves belong to the middle. */
+TEST(keeps_between) {
+    static const float scores[] = {.97f, .975f, .98f, .985f};
+    int i;
+    for (i = 0; i < COUNT(scores); i++) {
+        tkv_feedback f = open_with(NULL);
+        observe(&f, (double)scores[i], 200);
+        CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+    }
+}
+
+TEST(targets) {
+    static const struct {
+        double target, score;
+        tkv_advice_kind kind;
+    } cases[] = {{.9, .89, TKV_ADVICE_FINER},   {.9, .91, TKV_ADVICE_KEEP},   {.9, .94, TKV_ADVICE_KEEP},
+                 {.9, .96, TKV_ADVICE_CHEAPER}, {.5, .49, TKV_ADVICE_FINER},  {.5, .74, TKV_ADVICE_KEEP},
+                 {.5, .76, TKV_ADVICE_CHEAPER}, {.99, .98, TKV_ADVICE_FINER}, {.99, 1, TKV_ADVICE_CHEAPER},
+                 {.99, .994, TKV_ADVICE_KEEP}};
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_feedback_config cfg;
+        tkv_feedback f;
+        memset(&cfg, 0, sizeof cfg);
+        cfg.target = (float)cases[i].target;
+        f = open_with(&cfg);
+        observe(&f, cases[i].score, 16);
+        CHECK_MSG(advise(&f, 64, 1).kind == cases[i].kind, "%.2f for %.2f", cases[i].score, cases[i].target);
+    }
+}
+
+/* With 16 scores a mean must be off by two standard errors, with 100 by anything. */
+TEST(chance_is_not_enough) {
+    tkv_feedback f = open_with(NULL);
+    int n;
+    for (n = 0; n < 99; n++) { /* mean .9685 or so, standard deviation .03, standard error .003 at the end */
+        observe(&f, n % 2 ? .9985 : .9385, 1);
+        CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+    }
+    observe(&f, .9985, 1);
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_FINER);
+    f = open_with(NULL);
+    for (n = 0; n < 16; n++) observe(&f, n % 2 ? .97 : .94, 1); /* .955, and .004 of error */
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_FINER);
+}
+
+/* 100 good scores do not hide 16 bad ones, and 16 good ones do not outweigh a mean that is not. */
+TEST(looks_at_the_newest) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a;
+    observe(&f, .984, 1000);
+    observe(&f, .96, 15); /* the newest 16: .9615, but one of them is .024 off */
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_FINER);
+    f = open_with(NULL);
+    observe(&f, .984, 1000);
+    observe(&f, .93, 3);
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .93, 13);
+    a = advise(&f, 64, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_FINER);
+    f = open_with(NULL);
+    observe(&f, .975, 100);
+    observe(&f, 1, 16); /* mean .979 */
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, 1, 30); /* .9865 */
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_CHEAPER);
+    f = open_with(NULL);
+    observe(&f, 1, 84);
+    observe(&f, .98, 16); /* mean .997, but that is over */
+    CHECK_EQ(advise(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+}
+
+TEST(limits) {
+    tkv_feedback_config cfg;
+    tkv_feedback f;
+    tkv_advice a;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.min_hot = 40;
+    cfg.max_hot = 100;
+    cfg.min_level = 1;
+    cfg.max_level = 2;
+    f = open_with(&cfg);
+    observe(&f, .5, 16);
+    a = advise(&f, 90, 1); /* the level is at its limit, hot tokens reach theirs */
+    CHECK_EQ(a.kind, TKV_ADVICE_FINER);
+    CHECK_EQ(a.hot_tokens, 100);
+    CHECK_EQ(a.level, 1);
+    CHECK_EQ(a.step, 0);
+    observe(&f, .5, 24);
+    a = advise(&f, 100, 1);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    CHECK(strstr(a.reason, "limits"));
+    tkv_feedback_reset(&f);
+    observe(&f, .5, 16);
+    a = advise(&f, 100, 2);
+    CHECK(a.hot_tokens == 100 && a.level == 1);
+    tkv_feedback_reset(&f);
+    observe(&f, 1, 16);
+    a = advise(&f, 42, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_CHEAPER);
+    CHECK_EQ(a.hot_tokens, 40);
+    CHECK_EQ(a.step, 0);
+    observe(&f, 1, 24);
+    a = advise(&f, 40, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    CHECK(strstr(a.reason, "limits"));
+    tkv_feedback_reset(&f);
+    observe(&f, 1, 16);
+    a = advise(&f, 40, 1);
+    CHECK(a.hot_tokens == 40 && a.level == 2);
+}
+
+/* What is beyond a limit already is not moved against the advice. */
+TEST(beyond_limits) {
+    tkv_feedback f = open_with(NULL); /* 32 to 1024, levels 0 to 3 */
+    tkv_advice a;
+    observe(&f, .5, 16);
+    a = advise(&f, 3000, 5);
+    CHECK(a.hot_tokens == 3000 && a.level == 4);
+    tkv_feedback_reset(&f);
+    observe(&f, .5, 16);
+    a = advise(&f, 0x3fffffff, 0); /* everything is hot */
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    tkv_feedback_reset(&f);
+    observe(&f, .5, 16);
+    a = advise(&f, 0, 0); /* no hot tokens */
+    CHECK_EQ(a.hot_tokens, 32);
+    tkv_feedback_reset(&f);
+    observe(&f, 1, 16);
+    a = advise(&f, 3000, 0);
+    CHECK(a.hot_tokens == 2700 && a.level == 1);
+    tkv_feedback_reset(&f);
+    observe(&f, 1, 16);
+    a = advise(&f, 8, 5);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+}
+
+/* From end to end: hot tokens in the steps of the rule, never below 32. */
+TEST(hot_tokens) {
+    static const int more[] = {32, 39, 47, 57, 69, 83, 100, 120, 144, 173};
+    static const int less[] = {64, 57, 51, 45, 40, 36, 32, 32};
+    tkv_feedback f = open_with(NULL);
+    int i, hot = 32;
+    for (i = 0; i + 1 < COUNT(more); i++) {
+        tkv_feedback_reset(&f);
+        observe(&f, .5, 16);
+        hot = advise(&f, hot, 0).hot_tokens;
+        CHECK_EQ(hot, more[i + 1]);
+    }
+    for (i = 0; i < 30; i++) {
+        tkv_feedback_reset(&f);
+        observe(&f, .5, 16);
+        hot = advise(&f, hot, 0).hot_tokens;
+    }
+    CHECK_EQ(hot, 1024);
+    for (hot = 64, i = 0; i + 1 < COUNT(less); i++) {
+        tkv_feedback_reset(&f);
+        observe(&f, 1, 16);
+        hot = advise(&f, hot, 3).hot_tokens;
+        CHECK_EQ(hot, less[i + 1]);
+    }
+}
+
+/* >>changes of plan */
+TEST(cools_down) {
+    tkv_feedback_config cfg;
+    tkv_feedback f = open_with(NULL);
+    int n;
+    observe(&f, .9, 50);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    for (n = 0; n < 24; n++) { /* 8, then 16 */
+        CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+        observe(&f, .9, 1);
+    }
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_FINER);
+    memset(&cfg, 0, sizeof cfg);
+    cfg.cooldown = TKV_NONE;
+    f = open_with(&cfg);
+    observe(&f, .9, 50);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    observe(&f, .9, 15);
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .9, 1);
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_FINER);
+    cfg.cooldown = 200;
+    f = open_with(&cfg);
+    observe(&f, .9, 16);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    observe(&f, .9, 215);
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .9, 1);
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_FINER);
+}
+
+/* Scores from before a change, and those of the cool-down, do not count. */
+TEST(old_scores_do_not_count) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a;
+    observe(&f, .5, 100);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    observe(&f, .5, 8);
+    observe(&f, .98, 16);
+    a = advise(&f, 77, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    CHECK_EQ(a.samples, 16);
+    CHECK_NEAR(a.mean, .98, 1e-6);
+    observe(&f, .98, 300);
+    CHECK_EQ(advise(&f, 77, 2).samples, 100);
+}
+
+/* Somebody else moved the plan: its scores begin anew. */
+TEST(another_plan) {
+    tkv_feedback f = open_with(NULL);
+    observe(&f, .5, 15);
+    CHECK_EQ(advise(&f, 64, 1).samples, 15);
+    observe(&f, .5, 1);
+    CHECK_EQ(advise(&f, 64, 2).samples, 0); /* the pressure tightened it */
+    observe(&f, .5, 23);
+    CHECK_EQ(advise(&f, 64, 2).samples, 15);
+    CHECK_EQ(advise(&f, 65, 2).samples, 0);
+    observe(&f, .5, 24);
+    CHECK_EQ(advise(&f, 65, 2).kind, TKV_ADVICE_FINER);
+    CHECK_EQ(advise(&f, 128, 1).samples, 0); /* rounded by who follows: the same change, not another */
+    observe(&f, .5, 24);
+    CHECK_EQ(advise(&f, 128, 1).samples, 16);
+}
+
+/* What a step to higher precision gained is not given back for 1,000 scores, unless quality has risen since. */
+TEST(remembers_what_it_gained) {
+    tkv_feedback f = open_with(NULL);
+    tkv_advice a;
+    observe(&f, .96, 16);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    observe(&f, .99, 24); /* gained .03 */
+    a = advise(&f, 77, 2);
+    CHECK_EQ(a.kind, TKV_ADVICE_KEEP);
+    CHECK(strstr(a.reason, "as it did before"));
+    observe(&f, .99, 1000); /* 1,024 less the 24 of the measurement: still */
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .99, 1);
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_CHEAPER); /* forgotten */
+    f = open_with(NULL);
+    observe(&f, .965, 16);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    observe(&f, .98, 24); /* gained .015 */
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .99, 200); /* .99 - .015 = .975, not above .97 + .0075 */
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_KEEP);
+    observe(&f, .994, 100); /* .979 */
+    CHECK_EQ(advise(&f, 77, 2).kind, TKV_ADVICE_CHEAPER);
+}
+
+/* >>the report */
+TEST(report_by_hand) {
+    tkv_feedback f = open_with(NULL);
+    tkv_feedback_info i = info_of(&f, 0);
+    CHECK(i.n == 0 && i.scores == 0 && i.meets_target == 0 && i.is_stable == 0 && i.is_improving == 0);
+    CHECK_NEAR(i.average, 0, 0);
+    observe(&f, .5, 1);
+    i = info_of(&f, 0);
+    CHECK_EQ(i.n, 1);
+    CHECK_NEAR(i.average, .5, 0);
+    CHECK_NEAR(i.deviation, 0, 0);
+    CHECK_NEAR(i.trend, 0, 0);
+    observe(&f, .75, 1);
+    observe(&f, 1, 1);
+    i = info_of(&f, 0);
+    CHECK_NEAR(i.average, .75, 1e-7);
+    CHECK_NEAR(i.least, .5, 0);
+    CHECK_NEAR(i.most, 1, 0);
+    CHECK_NEAR(i.deviation, .25, 1e-7);
+    CHECK_NEAR(i.trend, .25, 1e-7);
+    CHECK_EQ(i.is_improving, 0); /* three scores are no trend */
+    i = info_of(&f, 2);
+    CHECK_EQ(i.n, 2);
+    CHECK_NEAR(i.average, .875, 1e-7);
+    CHECK_EQ(info_of(&f, 1000).n, 3);
+}
+
+/* Against plain sums over a copy, for every look back, while the ring goes round more than twice. */
+TEST(report_against_sums) {
+    static const int looks[] = {1, 2, 16, 99, 100, 101, 999, 1000};
+    static double x[2500];
+    tkv_rng r = tkv_rng_seed(3);
+    tkv_feedback f = open_with(NULL);
+    int n, i, k;
+    for (n = 0; n < COUNT(x);) {
+        x[n] = (double)(float)(.9 + .1 * tkv_rng_uniform(&r) * (n % 700) / 700);
+        observe(&f, x[n++], 1);
+        if (n % 83) continue;
+        for (k = 0; k < COUNT(looks); k++) {
+            const int from = n > looks[k] ? n - looks[k] : 0, m = n - from;
+            double mean = 0, square = 0, along = 0, width = 0, least = 1, most = 0;
+            tkv_feedback_info info = info_of(&f, looks[k]);
+            for (i = from; i < n; i++) mean += x[i] / m;
+            for (i = from; i < n; i++) {
+                const double at = i - (n + from - 1) / 2.0;
+                square += (x[i] - mean) * (x[i] - mean);
+                along += at * (x[i] - mean);
+                width += at * at;
+                least = x[i] < least ? x[i] : least;
+                most = x[i] > most ? x[i] : most;
+            }
+            CHECK_EQ(info.n, m);
+            CHECK_EQ(info.scores, n);
+            CHECK_NEAR(info.average, mean, 1e-7);
+            CHECK_NEAR(info.least, least, 0);
+            CHECK_NEAR(info.most, most, 0);
+            CHECK_NEAR(info.deviation * info.deviation, m > 1 ? square / (m - 1) : 0, 1e-7);
+            CHECK_NEAR(info.trend, m > 1 ? along / width : 0, 1e-7);
+            CHECK_EQ(info.meets_target, info.average >= .97f);
+        }
+    }
+}
+
+TEST(stable_and_improving) {
+    tkv_feedback f = open_with(NULL);
+    tkv_rng r = tkv_rng_seed(4);
+    tkv_feedback_info i;
+    int n;
+    observe(&f, .98, 16);
+    i = info_of(&f, 0);
+    CHECK(i.meets_target && i.is_stable && !i.is_improving);
+    for (n = 0; n < 100; n++) observe(&f, .9 + .0005 * n, 1); /* a straight line, by .05 */
+    i = info_of(&f, 0);
+    CHECK(!i.meets_target && !i.is_stable && i.is_improving);
+    CHECK_NEAR(i.trend, .0005, 1e-7);
+    for (n = 0; n < 100; n++) observe(&f, .95 - .0005 * n, 1);
+    i = info_of(&f, 0);
+    CHECK(!i.is_stable && !i.is_improving);
+    CHECK_NEAR(i.trend, -.0005, 1e-7);
+    for (n = 0; n < 100; n++) observe(&f, n % 2 ? .99 : .95, 1); /* deviation .02, above .015 */
+    i = info_of(&f, 0);
+    CHECK(i.trend > 0 && !i.is_stable && !i.is_improving); /* it rises, by chance */
+    for (n = 0; n < 100; n++) observe(&f, .98 + .01 * (tkv_rng_uniform(&r) - .5), 1);
+    i = info_of(&f, 0);
+    CHECK(i.meets_target && i.is_stable && !i.is_improving);
+}
+
+/* >>a cache that is simulated: a score is 1 less the text's difficulty times the loss of a level, which a fifth less
+ * is left of where hot tokens double, and noise. */
+typedef struct world {
+    double loss[5]; /* of each level at 64 hot tokens, for a text of difficulty 1 */
+    double difficulty, noise;
+    int levels, hot, level;
+    tkv_rng rng;
+} world;
+
+static double quality(const world *w) {
+    double left = 1, h;
+    for (h = 32; h * 2 <= w->hot; h *= 2) left *= .8;
+    return 1 - w->difficulty * w->loss[w->level] * left * (1 - .2 * (w->hot - h) / h) / .8;
+}
+
+typedef struct course { /* of some scores */
+    int changes, turns; /* of the plan; of their direction */
+    int last;           /* the last change came after so many; 0: none */
+    int below;          /* so many brought the quality to the target, as near as noise lets one see it */
+} course;
+
+static course live(world *w, tkv_feedback *f, int steps) {
+    const double wanted = .97 - .002 - w->noise / 5;
+    course c;
+    tkv_advice_kind was = TKV_ADVICE_KEEP;
+    int n, bad = 0;
+    memset(&c, 0, sizeof c);
+    for (n = 1; n <= steps; n++) {
+        const double x = quality(w) + w->noise * tkv_rng_gauss(&w->rng);
+        tkv_advice a;
+        bad += tkv_feedback_observe(f, (float)(x < 0 ? 0 : x > 1 ? 1 : x)) != TKV_OK;
+        bad += tkv_feedback_advise(f, w->hot, w->level, &a) != TKV_OK;
+        bad += a.level < 0 || a.level >= w->levels || a.hot_tokens < 32 || a.hot_tokens > 1024;
+        w->hot = a.hot_tokens;
+        w->level = a.level;
+        if (a.kind != TKV_ADVICE_KEEP) {
+            c.changes++;
+            c.last = n;
+            c.turns += was != TKV_ADVICE_KEEP && a.kind != was;
+            was = a.kind;
+        }
+        if (quality(w) < wanted) c.below = n;
+    }
+    CHECK_EQ(bad, 0);
+    return c;
+}
+
+/* Ladders of three to five levels, each two to five times as bad as the one before. */
+static world world_of(double noise, tkv_rng *r) {
+    world w;
+    int i;
+    memset(&w, 0, sizeof w);
+    w.levels = 3 + tkv_rng_below(r, 3);
+    w.loss[1] = .0005 + .004 * tkv_rng_uniform(r);
+    for (i = 2; i < w.levels; i++) w.loss[i] = w.loss[i - 1] * (2 + 3 * tkv_rng_uniform(r));
+    w.difficulty = 1;
+    w.noise = noise;
+    w.hot = 64;
+    w.rng = tkv_rng_seed(tkv_rng_u64(r));
+    return w;
+}
+
+static tkv_feedback feedback_of(const world *w) {
+    tkv_feedback_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.max_level = w->levels - 1;
+    return open_with(&cfg);
+}
+
+/* From an exact cache to a cheap one; then the text gets harder, and quality must be back in less than 100 scores and
+ * stay without swinging. */
+TEST(converges) {
+    static const double noises[] = {0, .002, .005, .01, .02};
+    const int worlds = tkv_test_quick() ? 40 : 400;
+    int i, k;
+    for (i = 0; i < COUNT(noises); i++) {
+        tkv_rng r = tkv_rng_seed(11);
+        int drifts = 0, slowest = 0, turns = 0;
+        for (k = 0; k < worlds; k++) {
+            world w = world_of(noises[i], &r);
+            tkv_feedback f = feedback_of(&w);
+            course c = live(&w, &f, 1000);
+            CHECK(w.level > 0);
+            CHECK_LE(c.turns, noises[i] > .01 ? 3 : 2); /* one try that went too far, or two */
+            w.difficulty = 1.2 + 10 * tkv_rng_uniform(&r);
+            drifts += quality(&w) < .97;
+            c = live(&w, &f, 100);
+            slowest = c.below > slowest ? c.below : slowest;
+            CHECK_LE(c.below, 99);
+            c = live(&w, &f, 900);
+            turns = c.turns > turns ? c.turns : turns;
+            CHECK_LE(c.turns, 2);
+            CHECK_LE(c.changes, 6);
+        }
+        CHECK(drifts > worlds / 2);
+        printf("\n    noise %.3f: %d drifts, back in at most %d, then at most %d turns in 900", noises[i],
+               drifts, slowest, turns);
+    }
+    printf("\n ");
+}
+
+/* Nothing changes: one try in 1,000 scores at most. */
+TEST(does_not_swing) {
+    const int worlds = tkv_test_quick() ? 10 : 60;
+    tkv_rng r = tkv_rng_seed(12);
+    int k;
+    for (k = 0; k < worlds; k++) {
+        world w = world_of(.001 * (k % 10), &r);
+        tkv_feedback f = feedback_of(&w);
+        course c;
+        w.difficulty = .3 + 5 * tkv_rng_uniform(&r);
+        live(&w, &f, 1000);
+        c = live(&w, &f, 20000);
+        CHECK_LE(c.turns, 2 * 20);
+    }
+}
+
+/* The text gets easier again: what was learned of it is forgotten, and the cache becomes cheap as before. */
+TEST(comes_back) {
+    tkv_rng r = tkv_rng_seed(13);
+    int k;
+    for (k = 0; k < 50; k++) {
+        world w = world_of(.003, &r);
+        tkv_feedback f = feedback_of(&w);
+        int level;
+        live(&w, &f, 1200);
+        level = w.level;
+        w.difficulty = 6;
+        live(&w, &f, 300);
+        w.difficulty = .5;
+        live(&w, &f, 1400);
+        CHECK_LE(level, w.level);
+    }
+}
+
+/* Printed, not judged. */
+TEST(time_of_a_score) {
+#ifdef __wasi__
+    SKIP("no clock");
+#else
+    const int times = 200000;
+    tkv_feedback f = open_with(NULL);
+    tkv_feedback_info info;
+    tkv_advice a;
+    clock_t start = clock();
+    double ns[3];
+    int n;
+    for (n = 0; n < times; n++) (void)tkv_feedback_observe(&f, .975f);
+    ns[0] = (double)(clock() - start);
+    for (start = clock(), n = 0; n < times; n++) (void)tkv_feedback_advise(&f, 64, 2, &a);
+    ns[1] = (double)(clock() - start);
+    for (start = clock(), n = 0; n < times / 100; n++) (void)tkv_feedback_read(&f, 1000, &info);
+    ns[2] = (double)(clock() - start) * 100;
+    for (n = 0; n < 3; n++) ns[n] *= 1e9 / CLOCKS_PER_SEC / times;
+    CHECK_EQ(info.scores, times);
+    CHECK_EQ(a.samples, 100);
+    printf("\n    ns: a score %.0f, advice on 100 %.0f, a report on 1,000 %.0f\n ", ns[0], ns[1], ns[2]);
+#endif
+}
+
+/* >>what is refused */
+TEST(refuses) {
+    static const double bad[] = {-.001, 1.001, -1, 100, 1e30};
+    tkv_feedback f = open_with(NULL), before;
+    tkv_advice a, same;
+    tkv_feedback_info info;
+    const char *reason = NULL;
+    int i;
+    observe(&f, .9, 10);
+    before = f;
+    for (i = 0; i < COUNT(NOT_NUMBERS); i++)
+        CHECK_EQ(tkv_feedback_observe(&f, tkv_test_float(NOT_NUMBERS[i])), TKV_ERR_ARG);
+    for (i = 0; i < COUNT(bad); i++) CHECK_EQ(tkv_feedback_observe(&f, (float)bad[i]), TKV_ERR_ARG);
+    CHECK_EQ(info_of(&f, 0).refused, COUNT(NOT_NUMBERS) + COUNT(bad));
+    CHECK_EQ(info_of(&f, 0).scores, 10);
+    f.refused = 0;
+    CHECK_MEM(&f, &before, sizeof f); /* otherwise without effect */
+    memset(&a, 0x5a, sizeof a);
+    same = a;
+    CHECK_EQ(tkv_feedback_advise(NULL, 64, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_advise(&f, 64, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_advise(&f, -1, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_advise(&f, 0x40000000, 1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_advise(&f, 64, -1, &a), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_advise(&f, 64, TKV_MAX_LEVELS, &a), TKV_ERR_ARG);
+    CHECK_MEM(&a, &same, sizeof a);
+    CHECK_MEM(&f, &before, sizeof f);
+    CHECK_EQ(tkv_feedback_observe(NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_read(NULL, 0, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_read(&f, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_read(&f, -1, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_read(&f, 1001, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_feedback_init(NULL, NULL, &reason), TKV_ERR_ARG);
+    CHECK_STR(reason, "");
+    tkv_feedback_reset(NULL);
+}
+
+TEST(configs) {
+    static const struct {
+        tkv_feedback_config cfg;
+        const char *says; /* NULL: it is right */
+    } cases[] = {
+        {{0, 0, 0, 0, 0, 0}, NULL},           {{.5f, TKV_NONE, 1, 1, 0, TKV_NONE}, NULL},
+        {{0, 1000, 2048, 0, 5, 0}, NULL},     {{0, 0, 0, 16, 0, 7}, NULL},
+        {{.01f, 0, 0, 0, 7, 7}, NULL},        {{0, 0, 0, 0x3fffffff, 0, 0}, NULL},
+        {{-.5f, 0, 0, 0, 0, 0}, "target"},    {{1, 0, 0, 0, 0, 0}, "target"},
+        {{97, 0, 0, 0, 0, 0}, "target"},      {{.005f, 0, 0, 0, 0, 0}, "target"},
+        {{0, -2, 0, 0, 0, 0}, "cooldown"},    {{0, 1001, 0, 0, 0, 0}, "cooldown"},
+        {{0, 0, -1, 0, 0, 0}, "min_hot"},     {{0, 0, 64, 63, 0, 0}, "min_hot"},
+        {{0, 0, 0, -1, 0, 0}, "min_hot"},     {{0, 0, 0, 0x40000000, 0, 0}, "min_hot"},
+        {{0, 0, 0, 0, -1, 0}, "min_level"},   {{0, 0, 0, 0, 3, 2}, "min_level"},
+        {{0, 0, 0, 0, 1, TKV_NONE}, "level"}, {{0, 0, 0, 0, 0, 8}, "max_level"},
+        {{0, 0, 0, 0, 0, -2}, "max_level"},   {{0, 0, 0, 0, 8, 0}, "max_level"},
+    };
+    tkv_feedback f = open_with(NULL), before;
+    tkv_feedback_config cfg;
+    const char *reason;
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        before = f;
+        if (!cases[i].says) {
+            f = open_with(&cases[i].cfg);
+            continue;
+        }
+        CHECK_EQ(tkv_feedback_init(&f, &cases[i].cfg, &reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, cases[i].says) != NULL, "case %d: %s", i, reason);
+        CHECK_EQ(tkv_feedback_init(&f, &cases[i].cfg, NULL), TKV_ERR_CONFIG);
+        CHECK_MEM(&f, &before, sizeof f);
+    }
+    memset(&cfg, 0, sizeof cfg);
+    for (i = 0; i < COUNT(NOT_NUMBERS); i++) {
+        cfg.target = tkv_test_float(NOT_NUMBERS[i]);
+        CHECK_EQ(tkv_feedback_init(&f, &cfg, &reason), TKV_ERR_CONFIG);
+    }
+}
+
+TEST(reset) {
+    tkv_feedback f = open_with(NULL), fresh = open_with(NULL);
+    tkv_feedback_info i;
+    observe(&f, .5, 1234);
+    (void)tkv_feedback_observe(&f, 2);
+    CHECK_EQ(advise(&f, 64, 3).kind, TKV_ADVICE_FINER);
+    tkv_feedback_reset(&f);
+    i = info_of(&f, 0);
+    CHECK(i.n == 0 && i.scores == 0 && i.refused == 0 && i.finer == 0 && i.cheaper == 0);
+    CHECK_EQ(advise(&f, 64, 2).samples, 0);
+    observe(&f, .99, 16);
+    observe(&fresh, .99, 16);
+    CHECK_EQ(advise(&f, 64, 2).kind, advise(&fresh, 64, 2).kind);
+    CHECK_NEAR(info_of(&f, 0).average, info_of(&fresh, 0).average, 0);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(scores_from_ppl);
+    RUN(scores_from_accuracy);
+    RUN(scores_from_quality);
+    RUN(scores_of_what_is_no_number);
+    RUN(says_nothing_with_15);
+    RUN(falls_back);
+    RUN(goes_cheaper);
+    RUN(keeps_between);
+    RUN(targets);
+    RUN(chance_is_not_enough);
+    RUN(looks_at_the_newest);
+    RUN(limits);
+    RUN(beyond_limits);
+    RUN(hot_tokens);
+    RUN(cools_down);
+    RUN(old_scores_do_not_count);
+    RUN(another_plan);
+    RUN(remembers_what_it_gained);
+    RUN(report_by_hand);
+    RUN(report_against_sums);
+    RUN(stable_and_improving);
+    RUN(converges);
+    RUN(does_not_swing);
+    RUN(comes_back);
+    RUN(time_of_a_score);
+    RUN(refuses);
+    RUN(configs);
+    RUN(reset);
+    return tkv_test_end();
+}
