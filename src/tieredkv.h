@@ -48,6 +48,8 @@ extern "C" {
 #include "plan.h"
 #include "preset.h"
 #include "policy.h"
+#include "decimal.h"
+#include "text.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"
@@ -59,6 +61,7 @@ extern "C" {
 #include "attend.h"
 #include "reference.h"
 #include "report.h"
+#include "state.h"
 #include "end.h"
 #ifdef __cplusplus
 }
