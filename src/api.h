@@ -660,7 +660,7 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
 
 /* >>ages and presets. The tier that a token of this age is due for, by the lengths of cfg (NULL: the defaults): hot
  * below hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. A pure function: blocks move
- * whole, so a token of a cache is up to 63 ages late (tkv_tier_of), and sinks stay. */
+ * whole and before an append, so a token of a cache can be some 64 ages late (tkv_tier_of), and sinks stay. */
 TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
 /* More plans for tkv_config_preset, of other designs, by their names. Hot and warm tokens and bits are theirs, keys
  * coded as KIVI's and SQuat's papers have them; all other fields of theirs are not ours to set or not mapped:

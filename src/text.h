@@ -129,8 +129,8 @@ typedef struct tkvi_fields { /* rows of one struct */
     8192 /* a bit for each field of each struct: 15 fields of 4,096 layers, and 500 more */
 
 typedef struct tkvi_parser {
-    const tkvi_fields *group;
-    int n_groups;
+    const tkvi_fields *fields;
+    int n_fields;
     void *base[TKVI_MAX_FIELDS]; /* the structs; a list may be NULL while only checked */
     const tkv_config_room *room;
     /* where it is */
@@ -614,15 +614,33 @@ typedef char tkvi_seen_is_enough[TKVI_MAX_LAYERS * sizeof tkvi_layer_rows / size
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
-enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_GROUPS };
+enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
 
-static const tkvi_fields tkvi_config_groups[TKVI_CONFIG_GROUPS] = {
+static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
     {"rope", 0, 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"layers", TKVI_MAX_LAYERS, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
-static const tkvi_fields tkvi_policy_group = {NULL, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
+/* The lists of a config: a pointer and a count, and where the caller has memory for them. */
+typedef struct tkvi_array {
+    int group;
+    const char *count_name;
+    size_t at, count;           /* in tkv_config */
+    size_t room_at, room_count; /* in tkv_config_room */
+} tkvi_array;
+
+#define TKVI_ARRAY(group, field, count)                                                                      \
+    {                                                                                                        \
+        group, #count, offsetof(tkv_config, field), offsetof(tkv_config, count),                             \
+            offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
+    }
+
+static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers)};
+
+#define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
+
+static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: a line, then what is wrong, then what would be right */
 static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
@@ -665,13 +683,13 @@ static void tkvi_say_unknown(tkvi_parser *r) {
         inside -= r->key.at[i] == ']';
     }
     key[n] = 0;
-    for (g = 0; g < r->n_groups; g++)
-        for (row = 0; row < r->group[g].n_rows; row++) {
+    for (g = 0; g < r->n_fields; g++)
+        for (row = 0; row < r->fields[g].n_rows; row++) {
             tkvi_text at = tkvi_text_begin(name, sizeof name);
             int distance;
-            if (r->group[g].name) tkvi_say(&at, r->group[g].name);
-            if (r->group[g].name) tkvi_say(&at, ".");
-            tkvi_say(&at, r->group[g].row[row].name);
+            if (r->fields[g].name) tkvi_say(&at, r->fields[g].name);
+            if (r->fields[g].name) tkvi_say(&at, ".");
+            tkvi_say(&at, r->fields[g].row[row].name);
             distance = tkvi_distance(key, name);
             if (distance >= best) continue;
             best = distance;
@@ -682,16 +700,16 @@ static void tkvi_say_unknown(tkvi_parser *r) {
     tkvi_say(t, " is no key; ");
     tkvi_say(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
     if (best_g < 0) return;
-    if (r->group[best_g].name) {
-        tkvi_say(t, r->group[best_g].name);
-        if (r->group[best_g].most) {
+    if (r->fields[best_g].name) {
+        tkvi_say(t, r->fields[best_g].name);
+        if (r->fields[best_g].most) {
             tkvi_say(t, "[i] or [i-j], up to ");
-            tkvi_say_int(t, r->group[best_g].most - 1);
+            tkvi_say_int(t, r->fields[best_g].most - 1);
             tkvi_say(t, ", and ");
         }
         tkvi_say(t, ".");
     }
-    tkvi_say(t, r->group[best_g].row[best_row].name);
+    tkvi_say(t, r->fields[best_g].row[best_row].name);
 }
 
 static void tkvi_say_bad_value(tkvi_parser *r, const tkvi_row *row) {
@@ -803,6 +821,8 @@ static void tkvi_rewind(tkvi_parser *r) {
     r->at = r->text;
     r->line = 1;
     r->begun = 0;
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0)
+        r->at += 3; /* what some editors begin with */
     tkvi_skip(r);
     r->json = tkvi_is_next(r, '{');
 }
@@ -830,8 +850,8 @@ static int tkvi_take_index(tkvi_span *s, int most) {
 /* Which row of which group this key is, and of which structs of a list: `from` to `to`. */
 static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
     int i;
-    for (*group = 0; *group < r->n_groups; ++*group) {
-        const tkvi_fields *g = &r->group[*group];
+    for (*group = 0; *group < r->n_fields; ++*group) {
+        const tkvi_fields *g = &r->fields[*group];
         tkvi_span field = r->key;
         *from = *to = 0;
         if (g->name && !tkvi_take(&field, g->name)) continue;
@@ -850,9 +870,9 @@ static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from
 
 /* Marks a field as given; 0 if it was. */
 static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
-    size_t bit = (size_t)index * (size_t)r->group[group].n_rows + (size_t)(row - r->group[group].row);
+    size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
     int g;
-    for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->group[g].most) * (size_t)r->group[g].n_rows;
+    for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->fields[g].most) * (size_t)r->fields[g].n_rows;
     if (r->seen[bit / 8] >> bit % 8 & 1) return 0;
     r->seen[bit / 8] = (uint8_t)(r->seen[bit / 8] | 1 << bit % 8);
     return 1;
@@ -878,9 +898,10 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             r->highest_line[g] = r->key_line;
         }
         for (i = from; i <= to; i++) {
-            const int listed = r->group[g].most || row->kind == TKVI_FREQUENCIES; /* in the caller's memory */
+            const int listed =
+                r->fields[g].most || row->kind == TKVI_FREQUENCIES; /* in the caller's memory */
             const int later = pass == TKVI_CHECK && (begins || listed);
-            char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->group[g].stride + row->offset;
+            char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
             if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
                 tkvi_say_span(tkvi_say_line(r, r->key_line), r->key);
                 tkvi_say(&r->reason, " is there for the second time; it must be there once");
@@ -895,11 +916,11 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
 }
 
-static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *group, int n, const char *text, size_t size,
+static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, const char *text, size_t size,
                              char *reason, size_t reason_size) {
     memset(r, 0, sizeof *r);
-    r->group = group;
-    r->n_groups = n;
+    r->fields = fields;
+    r->n_fields = n;
     r->text = text;
     r->end = text + size;
     r->reason = tkvi_text_begin(reason, reason ? reason_size : 0);
@@ -917,23 +938,63 @@ static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int r
     return TKV_ERR_CONFIG;
 }
 
-/* What the caller's memory must hold. */
-static tkv_status tkvi_check_room(tkvi_parser *r, const tkv_config *cfg) {
-    const int layers = r->room && r->room->layers ? r->room->n_layers : 0,
-              highest = r->highest[TKVI_OF_LAYERS];
-    const int frequencies = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
-    if (highest > cfg->n_layers)
-        return tkvi_no_room(r, r->highest_line[TKVI_OF_LAYERS], "n_layers is ", cfg->n_layers, highest,
-                            " or more, with so many layers named");
-    if (highest && cfg->n_layers > layers)
-        return tkvi_no_room(r, r->highest_line[TKVI_OF_LAYERS], "the program's room for layers is ", layers,
-                            cfg->n_layers, " or more (tkv_config_room)");
-    if (r->frequencies && r->frequencies * 2 != cfg->rope.dim)
-        return tkvi_no_room(r, r->frequencies_line, "rope.dim is ", cfg->rope.dim, 2 * r->frequencies,
+/* The line of a key that is there. */
+static int tkvi_line_of(tkvi_parser *r, const char *key) {
+    tkvi_rewind(r);
+    while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
+    return r->key_line;
+}
+
+static int tkvi_member_int(const void *base, size_t offset) {
+    int x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* Pointers to objects of any type look alike on every machine of this century. */
+static void *tkvi_member_pointer(const void *base, size_t offset) {
+    void *x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* The list that the text gives takes its place in the caller's memory, which must be enough. A list that stays (`was`
+ * is the config before) must not become longer. */
+static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tkv_config *cfg,
+                                   const tkv_config *was) {
+    const int highest = r->highest[a->group], line = r->highest_line[a->group];
+    const int n = tkvi_member_int(cfg, a->count), had = tkvi_member_int(was, a->count);
+    char what[64];
+    tkvi_text t = tkvi_text_begin(what, sizeof what);
+    int room = 0;
+    if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
+    tkvi_say(&t, a->count_name);
+    tkvi_say(&t, " is ");
+    if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
+    if (!highest && tkvi_member_pointer(was, a->at) && n > had)
+        return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
+                            " or less, as the program has them");
+    t = tkvi_text_begin(what, sizeof what);
+    tkvi_say(&t, "the program's room for ");
+    tkvi_say(&t, r->fields[a->group].name);
+    tkvi_say(&t, " is ");
+    if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
+    return TKV_OK;
+}
+
+/* The same of rope.frequencies, of which there is one for two of rope.dim. */
+static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
+    const int n = r->frequencies, line = r->frequencies_line;
+    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    if (n && n * 2 != cfg->rope.dim)
+        return tkvi_no_room(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
                             ", two for each of rope.frequencies");
-    if (r->frequencies > frequencies)
-        return tkvi_no_room(r, r->frequencies_line, "the program's room for rope.frequencies is ",
-                            frequencies, r->frequencies, " or more (tkv_config_room)");
+    if (n > room)
+        return tkvi_no_room(r, line, "the program's room for rope.frequencies is ", room, n,
+                            " or more (tkv_config_room)");
+    if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
+        return tkvi_no_room(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim, was->rope.dim,
+                            " or less, as the program has frequencies");
     return TKV_OK;
 }
 
@@ -942,20 +1003,25 @@ TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room
     tkvi_parser r;
     tkv_config full;
     tkv_status st;
+    int i;
     if (reason && reason_size) *reason = 0;
     if (!cfg || !text) return TKV_ERR_ARG;
     full = *cfg;
-    tkvi_parse_begin(&r, tkvi_config_groups, TKVI_CONFIG_GROUPS, text, size, reason, reason_size);
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, text, size, reason, reason_size);
     r.room = room;
     r.base[TKVI_OF_CONFIG] = &full;
     r.base[TKVI_OF_ROPE] = &full.rope;
     st = tkvi_parse_all(&r, TKVI_CHECK);
-    if (!st) st = tkvi_check_room(&r, &full);
+    if (!st) st = tkvi_check_frequencies(&r, &full, cfg);
+    for (i = 0; i < TKVI_ARRAYS && !st; i++) st = tkvi_check_array(&r, &tkvi_arrays[i], &full, cfg);
     if (st) return st;
-    if (r.highest[TKVI_OF_LAYERS]) {
-        memset(room->layers, 0, (size_t)full.n_layers * sizeof *room->layers);
-        r.base[TKVI_OF_LAYERS] = room->layers;
-        full.layers = room->layers;
+    for (i = 0; i < TKVI_ARRAYS; i++) {
+        const tkvi_array *a = &tkvi_arrays[i];
+        void *list;
+        if (!r.highest[a->group]) continue;
+        r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
+        memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
+        memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
@@ -971,7 +1037,7 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
     if (reason && reason_size) *reason = 0;
     if (!cfg || !text) return TKV_ERR_ARG;
     full = *cfg;
-    tkvi_parse_begin(&r, &tkvi_policy_group, 1, text, size, reason, reason_size);
+    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, text, size, reason, reason_size);
     r.base[0] = &full;
     st = tkvi_parse_all(&r, TKVI_CHECK);
     if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
@@ -1012,13 +1078,17 @@ static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, cons
 }
 
 static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
-    int i;
+    int i, k;
     if (o->json) tkvi_print(o, "{");
-    tkvi_write_fields(o, &tkvi_config_groups[TKVI_OF_CONFIG], 0, cfg);
-    tkvi_write_fields(o, &tkvi_config_groups[TKVI_OF_ROPE], 0, &cfg->rope);
-    if (cfg->layers && (cfg->n_layers < 0 || cfg->n_layers > TKVI_MAX_LAYERS)) o->bad = TKV_ERR_CONFIG;
-    for (i = 0; cfg->layers && !o->bad && i < cfg->n_layers; i++)
-        tkvi_write_fields(o, &tkvi_config_groups[TKVI_OF_LAYERS], i, cfg->layers);
+    tkvi_write_fields(o, &tkvi_config_fields[TKVI_OF_CONFIG], 0, cfg);
+    tkvi_write_fields(o, &tkvi_config_fields[TKVI_OF_ROPE], 0, &cfg->rope);
+    for (i = 0; i < TKVI_ARRAYS; i++) {
+        const tkvi_fields *fields = &tkvi_config_fields[tkvi_arrays[i].group];
+        const void *list = tkvi_member_pointer(cfg, tkvi_arrays[i].at);
+        const int n = list ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
+        if (n < 0 || n > fields->most) o->bad = TKV_ERR_CONFIG;
+        for (k = 0; k < n && !o->bad; k++) tkvi_write_fields(o, fields, k, list);
+    }
     if (o->json) tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
 }
 
@@ -1032,7 +1102,7 @@ static void tkvi_config_json(tkvi_out *o, const void *what) {
 }
 
 static void tkvi_policy_text(tkvi_out *o, const void *what) {
-    tkvi_write_fields(o, &tkvi_policy_group, 0, what);
+    tkvi_write_fields(o, &tkvi_policy_fields, 0, what);
 }
 
 static void tkvi_policy_json(tkvi_out *o, const void *what) {

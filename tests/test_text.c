@@ -180,7 +180,8 @@ TEST(both_syntaxes) {
 }
 
 TEST(nothing_is_something) {
-    static const char *const texts[] = {"", "\n\n", "# nothing", "{}", "  # a\n {  } # b\n"};
+    static const char *const texts[] = {
+        "", "\n\n", "# nothing", "{}", "  # a\n {  } # b\n", "\xef\xbb\xbf{}", "\xef\xbb\xbf# a"};
     int i;
     for (i = 0; i < COUNT(texts); i++) {
         tkv_config cfg = tkv_config_default(), same = cfg;
@@ -245,7 +246,7 @@ TEST(mistakes) {
         {"n_layers = 8\nlayers[0-3].window = 1\nlayers[3].window = 2",
          "line 3: layers[3].window is there for the second time"},
         {"n_layers = 2\nlayers[3].window = 1\nlayers[0].window = 1",
-         "line 2: n_layers is 2; it must be 4 or more"},
+         "line 2: n_layers is 2; it must be 4 or more, by the highest"},
         {"layers[0].window = 1", "line 1: n_layers is 0; it must be 1 or more"},
         {"n_layers = 9\nlayers[0].window = 1",
          "line 2: the program's room for layers is 8; it must be 9 or more"},
@@ -278,6 +279,7 @@ TEST(mistakes) {
         {"a_key_that_is_longer_than_what_a_person_would_want_to_read_in_a_message = 3",
          "a_key_that_is_longer_than_what_a_person_... is no key"},
     };
+    static const char layered[] = "n_layers = 1\nlayers[0].window = 1";
     tkv_config cfg, same;
     tkv_layer_config rooms[ROOM];
     char reason[REASON];
@@ -298,9 +300,24 @@ TEST(mistakes) {
     CHECK_EQ(((const uint8_t *)frequency_room)[0], 0x55);
     cfg = tkv_config_default();
     CHECK_EQ(tkv_config_parse(&cfg, NULL, sample, strlen(sample), reason, REASON), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "line 24: the program's room for layers is 0; it must be 6"), "%s", reason);
+    CHECK_MSG(strstr(reason, "line 20: the program's room for rope.frequencies is 0; it must be 4"), "%s",
+              reason);
+    CHECK_EQ(tkv_config_parse(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: the program's room for layers is 0; it must be 1 or more"), "%s",
+              reason);
     CHECK_EQ(tkv_config_parse(NULL, &room, "", 0, reason, REASON), TKV_ERR_ARG);
     CHECK_EQ(tkv_config_parse(&cfg, &room, NULL, 0, reason, REASON), TKV_ERR_ARG);
+    cfg.layers = rooms; /* a text cannot make the program's own arrays longer */
+    cfg.rope.frequencies = frequency_room;
+    cfg.n_layers = cfg.rope.dim = 4;
+    CHECK_EQ(parse(&cfg, "n_layers = 3\nrope.dim = 2", reason), TKV_OK);
+    CHECK_EQ(parse(&cfg, "n_heads = 1\nn_layers = 4", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: n_layers is 4; it must be 3 or less"), "%s", reason);
+    CHECK_EQ(parse(&cfg, "rope.base = 5\nrope.scale = 1\nrope.dim = 4", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 3: rope.dim is 4; it must be 2 or less"), "%s", reason);
+    CHECK_EQ(parse(&cfg, "n_layers = 4\nrope.dim = 4\nlayers[3].window = 2\nrope.frequencies = 1, 1", reason),
+             TKV_OK);
+    CHECK(cfg.layers == layer_room);
     memset(reason, 'x', sizeof reason); /* cut to the room there is */
     CHECK_EQ(tkv_config_parse(&cfg, &room, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line");
@@ -901,6 +918,8 @@ TEST(prometheus_lines) {
                                       ",a=x",       "tier=x",  "part=x", "isa=x", "version=x",
                                       "__name__=x", "a=x,a=y", "a=x\\",  "a=x,b"};
     tkv_quality_info quality;
+    tkv_rng r = tkv_rng_seed(6);
+    int taken = 0;
     size_t i, needed = 77;
     CHECK(strncmp(text, "# HELP tkv_info ", 16) == 0);
     CHECK_EQ(tkv_quality(kv, &quality), TKV_OK);
@@ -923,6 +942,17 @@ TEST(prometheus_lines) {
     }
     CHECK_EQ(tkv_format_prometheus(kv, "", buf, sizeof buf, NULL), TKV_OK);
     CHECK_STR(buf, text);
+    for (i = 0; i < 2000; i++) {
+        static const char letters[] = "ab_1=,\\\"\n\xc3 ";
+        char *labels = (char *)malloc(12);
+        int n = tkv_rng_below(&r, 12);
+        if (!labels) exit(2);
+        labels[n] = 0;
+        while (n--) labels[n] = letters[tkv_rng_below(&r, COUNT(letters) - 1)];
+        taken += tkv_format_prometheus(kv, labels, NULL, 0, &needed) == TKV_OK;
+        free(labels);
+    }
+    CHECK(taken > 10 && taken < 1000);
     CHECK_EQ(tkv_format_prometheus(NULL, NULL, buf, sizeof buf, NULL), TKV_ERR_ARG);
     free(text);
     tkv_destroy(kv);
