@@ -119,7 +119,7 @@ typedef struct tkvi_row {
 typedef struct tkvi_fields { /* rows of one struct */
     const char *name;        /* NULL: key `field`; otherwise `name.field`, or ... */
     int most;                /* ... if not 0: `name[i].field` and `name[i-j].field`, i and j below it */
-    size_t stride;           /* of these */
+    size_t offset, stride;   /* in the whole, where it is a part of that; of these */
     const tkvi_row *row;
     int n_rows;
 } tkvi_fields;
@@ -617,9 +617,9 @@ typedef char tkvi_seen_is_enough[TKVI_MAX_LAYERS * sizeof tkvi_layer_rows / size
 enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
-    {NULL, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
-    {"rope", 0, 0, TKVI_ROWS_OF(tkvi_rope_rows)},
-    {"layers", TKVI_MAX_LAYERS, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
+    {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
 /* The lists of a config: a pointer and a count, and where the caller has memory for them. */
@@ -640,7 +640,7 @@ static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_la
 
 #define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
 
-static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
+static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: a line, then what is wrong, then what would be right */
 static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
@@ -916,9 +916,12 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
 }
 
-static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, const char *text, size_t size,
-                             char *reason, size_t reason_size) {
+/* Into the parts of `whole`. */
+static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, void *whole, const char *text,
+                             size_t size, char *reason, size_t reason_size) {
+    int g;
     memset(r, 0, sizeof *r);
+    for (g = 0; g < n; g++) r->base[g] = (char *)whole + fields[g].offset;
     r->fields = fields;
     r->n_fields = n;
     r->text = text;
@@ -1007,10 +1010,8 @@ TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room
     if (reason && reason_size) *reason = 0;
     if (!cfg || !text) return TKV_ERR_ARG;
     full = *cfg;
-    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, text, size, reason, reason_size);
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, reason, reason_size);
     r.room = room;
-    r.base[TKVI_OF_CONFIG] = &full;
-    r.base[TKVI_OF_ROPE] = &full.rope;
     st = tkvi_parse_all(&r, TKVI_CHECK);
     if (!st) st = tkvi_check_frequencies(&r, &full, cfg);
     for (i = 0; i < TKVI_ARRAYS && !st; i++) st = tkvi_check_array(&r, &tkvi_arrays[i], &full, cfg);
@@ -1037,8 +1038,7 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
     if (reason && reason_size) *reason = 0;
     if (!cfg || !text) return TKV_ERR_ARG;
     full = *cfg;
-    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, text, size, reason, reason_size);
-    r.base[0] = &full;
+    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, &full, text, size, reason, reason_size);
     st = tkvi_parse_all(&r, TKVI_CHECK);
     if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
@@ -1078,16 +1078,19 @@ static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, cons
 }
 
 static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
-    int i, k;
+    int g, i, n;
     if (o->json) tkvi_print(o, "{");
-    tkvi_write_fields(o, &tkvi_config_fields[TKVI_OF_CONFIG], 0, cfg);
-    tkvi_write_fields(o, &tkvi_config_fields[TKVI_OF_ROPE], 0, &cfg->rope);
-    for (i = 0; i < TKVI_ARRAYS; i++) {
-        const tkvi_fields *fields = &tkvi_config_fields[tkvi_arrays[i].group];
-        const void *list = tkvi_member_pointer(cfg, tkvi_arrays[i].at);
-        const int n = list ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
-        if (n < 0 || n > fields->most) o->bad = TKV_ERR_CONFIG;
-        for (k = 0; k < n && !o->bad; k++) tkvi_write_fields(o, fields, k, list);
+    for (g = 0; g < TKVI_CONFIG_FIELDS; g++) {
+        const tkvi_fields *fields = &tkvi_config_fields[g];
+        const void *part = (const char *)cfg + fields->offset;
+        n = tkvi_max(1, fields->most);
+        for (i = 0; i < TKVI_ARRAYS; i++) {
+            if (tkvi_arrays[i].group != g) continue;
+            part = tkvi_member_pointer(cfg, tkvi_arrays[i].at);
+            n = part ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
+        }
+        if (n < 0 || n > tkvi_max(1, fields->most)) o->bad = TKV_ERR_CONFIG;
+        for (i = 0; i < n && !o->bad; i++) tkvi_write_fields(o, fields, i, part);
     }
     if (o->json) tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
 }

@@ -48,8 +48,6 @@ extern "C" {
 #include "plan.h"
 #include "preset.h"
 #include "policy.h"
-#include "decimal.h"
-#include "text.h"
 #include "pool.h"
 #include "meter.h"
 #include "cache.h"
@@ -61,6 +59,8 @@ extern "C" {
 #include "attend.h"
 #include "reference.h"
 #include "report.h"
+#include "decimal.h"
+#include "text.h"
 #include "state.h"
 #include "end.h"
 #ifdef __cplusplus

@@ -559,18 +559,16 @@ static const tkvi_row made_rows[] = {TKVI_ROW(made_up, bytes, TKVI_SIZE, NULL),
 static const tkvi_row made_level_rows[] = {TKVI_ROW(made_level, name, TKVI_NAME, NULL),
                                            TKVI_ROW(made_level, warm, TKVI_PAIR, NULL),
                                            TKVI_ROW(made_level, hot_tokens, TKVI_INT, tkvi_words_length)};
-static const tkvi_fields made_fields[] = {{NULL, 0, 0, TKVI_ROWS_OF(made_rows)},
-                                          {"level", 4, sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
-                                          {"policy", 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)}};
+static const tkvi_fields made_fields[] = {
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(made_rows)},
+    {"level", 4, offsetof(made_up, level), sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
+    {"policy", 0, offsetof(made_up, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)}};
 
 static tkv_status made_parse(made_up *m, const char *text, char *reason) {
     tkvi_parser p;
     int pass;
     tkv_status st = TKV_OK;
-    tkvi_parse_begin(&p, made_fields, 3, text, strlen(text), reason, REASON);
-    p.base[0] = m;
-    p.base[1] = m->level;
-    p.base[2] = &m->policy;
+    tkvi_parse_begin(&p, made_fields, 3, m, text, strlen(text), reason, REASON);
     for (pass = TKVI_CHECK; pass <= TKVI_TAKE && !st; pass++) st = tkvi_parse_all(&p, pass);
     return st;
 }
