@@ -27,21 +27,43 @@ typedef struct tkvi_figures {
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
 } tkvi_figures;
 
-enum { TKVI_AS_SIZE, TKVI_AS_COUNT, TKVI_AS_INT, TKVI_AS_DOUBLE };
+static void tkvi_figure_size(tkvi_out *o, const void *at) {
+    size_t x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_count(o, x);
+}
+
+static void tkvi_figure_count(tkvi_out *o, const void *at) {
+    uint64_t x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_count(o, x);
+}
+
+static void tkvi_figure_int(tkvi_out *o, const void *at) {
+    int x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_int(o, x);
+}
+
+static void tkvi_figure_double(tkvi_out *o, const void *at) {
+    double x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_float(o, (float)x);
+}
 
 typedef struct tkvi_figure {
     int section;
     const char *name; /* in JSON */
-    int type;
+    void (*print)(tkvi_out *o, const void *at);
     size_t offset;
     const char *metric, *labels; /* of Prometheus; NULL: not there, no labels of its own */
     const char *help;            /* the first row of a metric has it */
 } tkvi_figure;
 
-#define TKVI_FIGURE(section, name, type, field, metric, labels, help)                                        \
-    { section, name, type, offsetof(tkvi_figures, field), metric, labels, help }
+#define TKVI_FIGURE(section, name, print, field, metric, labels, help)                                       \
+    { section, name, print, offsetof(tkvi_figures, field), metric, labels, help }
 #define TKVI_BYTES(name, field, labels, help)                                                                \
-    TKVI_FIGURE(TKVI_MEMORY, name, TKVI_AS_SIZE, memory.field, "tkv_memory_bytes", labels, help)
+    TKVI_FIGURE(TKVI_MEMORY, name, tkvi_figure_size, memory.field, "tkv_memory_bytes", labels, help)
 
 static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_BYTES("hot_codes", tier[TKV_HOT].codes, "part=\"codes\",tier=\"hot\"",
@@ -56,42 +78,43 @@ static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
     TKVI_BYTES("shadow", shadow, "part=\"shadow\"", NULL),
     TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
-    TKVI_FIGURE(TKVI_MEMORY, "total", TKVI_AS_SIZE, memory.total, "tkv_memory_held_bytes", NULL,
+    TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
                 "Bytes held, all together."),
-    TKVI_FIGURE(TKVI_MEMORY, "peak", TKVI_AS_SIZE, memory.peak, "tkv_memory_peak_bytes", NULL,
+    TKVI_FIGURE(TKVI_MEMORY, "peak", tkvi_figure_size, memory.peak, "tkv_memory_peak_bytes", NULL,
                 "Most bytes held so far."),
-    TKVI_FIGURE(TKVI_MEMORY, "fp16_bytes", TKVI_AS_SIZE, memory.fp16_bytes, "tkv_memory_fp16_bytes", NULL,
+    TKVI_FIGURE(TKVI_MEMORY, "fp16_bytes", tkvi_figure_size, memory.fp16_bytes, "tkv_memory_fp16_bytes", NULL,
                 "Bytes of the same tokens in plain FP16."),
-    TKVI_FIGURE(TKVI_MEMORY, "ratio", TKVI_AS_DOUBLE, memory.ratio, "tkv_memory_ratio", NULL,
+    TKVI_FIGURE(TKVI_MEMORY, "ratio", tkvi_figure_double, memory.ratio, "tkv_memory_ratio", NULL,
                 "FP16 bytes over bytes held."),
-    TKVI_FIGURE(TKVI_MEMORY, "ratio_f32", TKVI_AS_DOUBLE, memory.ratio_f32, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "hot", TKVI_AS_SIZE, memory.tier[TKV_HOT].tokens, "tkv_tokens", "tier=\"hot\"",
+    TKVI_FIGURE(TKVI_MEMORY, "ratio_f32", tkvi_figure_double, memory.ratio_f32, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_HOT].tokens, "tkv_tokens",
+                "tier=\"hot\"",
                 "Tokens held, by tier, summed over layers; those that sequences share count once."),
-    TKVI_FIGURE(TKVI_TOKENS, "warm", TKVI_AS_SIZE, memory.tier[TKV_WARM].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_WARM].tokens, "tkv_tokens",
                 "tier=\"warm\"", NULL),
-    TKVI_FIGURE(TKVI_TOKENS, "archive", TKVI_AS_SIZE, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
+    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
                 "tier=\"archive\"", NULL),
-    TKVI_FIGURE(TKVI_SEQUENCES, "count", TKVI_AS_COUNT, sequences, "tkv_sequences", NULL,
+    TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
-    TKVI_FIGURE(TKVI_SEQUENCES, "most", TKVI_AS_COUNT, most_sequences, "tkv_sequences_max", NULL,
+    TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
                 "Sequences that there is room for."),
-    TKVI_FIGURE(TKVI_SEQUENCES, "longest", TKVI_AS_COUNT, longest, "tkv_sequence_tokens_max", NULL,
+    TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
                 "Tokens of the longest sequence."),
-    TKVI_FIGURE(TKVI_QUALITY, "samples", TKVI_AS_COUNT, quality.samples, "tkv_quality_samples_total", NULL,
-                "Comparisons of attention with exact keys and values."),
-    TKVI_FIGURE(TKVI_QUALITY, "coverage", TKVI_AS_DOUBLE, quality.coverage, "tkv_quality_coverage", NULL,
+    TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
+                NULL, "Comparisons of attention with exact keys and values."),
+    TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
                 "Share of the coded keys that had an exact copy."),
-    TKVI_FIGURE(TKVI_QUALITY, "output_error", TKVI_AS_DOUBLE, quality.output_error,
+    TKVI_FIGURE(TKVI_QUALITY, "output_error", tkvi_figure_double, quality.output_error,
                 "tkv_quality_output_error", NULL, "Mean squared error of attention's output, relative."),
-    TKVI_FIGURE(TKVI_QUALITY, "kl", TKVI_AS_DOUBLE, quality.kl, "tkv_quality_kl_nats", NULL,
+    TKVI_FIGURE(TKVI_QUALITY, "kl", tkvi_figure_double, quality.kl, "tkv_quality_kl_nats", NULL,
                 "Mean KL divergence of attention's weights."),
-    TKVI_FIGURE(TKVI_QUALITY, "kl_max", TKVI_AS_DOUBLE, quality.kl_max, "tkv_quality_kl_max_nats", NULL,
+    TKVI_FIGURE(TKVI_QUALITY, "kl_max", tkvi_figure_double, quality.kl_max, "tkv_quality_kl_max_nats", NULL,
                 "Largest KL divergence of attention's weights."),
-    TKVI_FIGURE(TKVI_QUALITY, "top1", TKVI_AS_DOUBLE, quality.top1, "tkv_quality_top1_ratio", NULL,
+    TKVI_FIGURE(TKVI_QUALITY, "top1", tkvi_figure_double, quality.top1, "tkv_quality_top1_ratio", NULL,
                 "Share of comparisons whose strongest key is the exact one's."),
-    TKVI_FIGURE(TKVI_QUALITY, "heads", TKVI_AS_INT, quality.heads, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_QUALITY, "every", TKVI_AS_INT, quality.every, NULL, NULL, NULL),
-    TKVI_FIGURE(TKVI_QUALITY, "seq", TKVI_AS_INT, quality.seq, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_QUALITY, "heads", tkvi_figure_int, quality.heads, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_QUALITY, "every", tkvi_figure_int, quality.every, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_QUALITY, "seq", tkvi_figure_int, quality.seq, NULL, NULL, NULL),
 };
 
 #define TKVI_FIGURES ((int)(sizeof tkvi_figure_rows / sizeof *tkvi_figure_rows))
@@ -124,17 +147,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
 }
 
 static void tkvi_print_figure(tkvi_out *o, const tkvi_figures *f, const tkvi_figure *row) {
-    const char *at = (const char *)f + row->offset;
-    size_t size;
-    uint64_t count;
-    int whole;
-    double real;
-    switch (row->type) {
-    case TKVI_AS_SIZE: memcpy(&size, at, sizeof size), tkvi_print_count(o, size); break;
-    case TKVI_AS_COUNT: memcpy(&count, at, sizeof count), tkvi_print_count(o, count); break;
-    case TKVI_AS_INT: memcpy(&whole, at, sizeof whole), tkvi_print_int(o, whole); break;
-    default: memcpy(&real, at, sizeof real), tkvi_print_float(o, (float)real); break;
-    }
+    row->print(o, (const char *)f + row->offset);
 }
 
 /* >>JSON */

@@ -105,8 +105,8 @@ typedef struct tkvi_kind {
     const char *want; /* what is right, for a person */
     /* `at` is the field; NULL: only check. 0: this is none. */
     int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
-    void (*write)(const struct tkvi_row *row, const void *at,
-                  tkvi_out *o); /* NULL: only read, and first of all */
+    /* NULL: only read, and before all others */
+    void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
 } tkvi_kind;
 
 typedef struct tkvi_row {
@@ -125,8 +125,7 @@ typedef struct tkvi_fields { /* rows of one struct */
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 8
-#define TKVI_SEEN_BYTES                                                                                      \
-    8192 /* a bit for each field of each struct: 15 fields of 4,096 layers, and 500 more */
+#define TKVI_SEEN_BYTES 8192 /* a bit for each field: 15 of 4,096 layers, and 500 more */
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
@@ -145,17 +144,18 @@ typedef struct tkvi_parser {
     tkvi_text reason;
 } tkvi_parser;
 
-enum { /* kinds, as in tkvi_kinds */
-       TKVI_INT,
-       TKVI_SIZE,
-       TKVI_FLOAT,
-       TKVI_FLOATS,
-       TKVI_PAIR,
-       TKVI_FLAGS,
-       TKVI_NAME,
-       TKVI_FREQUENCIES,
-       TKVI_PRESET,
-       TKVI_PROFILE
+/* Kinds, as in tkvi_kinds. */
+enum {
+    TKVI_INT,
+    TKVI_SIZE,
+    TKVI_FLOAT,
+    TKVI_FLOATS,
+    TKVI_PAIR,
+    TKVI_FLAGS,
+    TKVI_NAME,
+    TKVI_FREQUENCIES,
+    TKVI_PRESET,
+    TKVI_PROFILE
 };
 
 /* >>spans */
@@ -606,13 +606,11 @@ static const tkvi_row tkvi_policy_rows[] = {
     TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
 };
 
-/* tkvi_parser has a bit for each field. */
-typedef char tkvi_seen_is_enough[TKVI_MAX_LAYERS * sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows + 512 <=
-                                         8 * TKVI_SEEN_BYTES
-                                     ? 1
-                                     : -1];
-
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
+
+/* tkvi_parser has a bit for each field. */
+enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
+typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
 enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
 
@@ -821,8 +819,7 @@ static void tkvi_rewind(tkvi_parser *r) {
     r->at = r->text;
     r->line = 1;
     r->begun = 0;
-    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0)
-        r->at += 3; /* what some editors begin with */
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* some editors' */
     tkvi_skip(r);
     r->json = tkvi_is_next(r, '{');
 }
@@ -880,7 +877,8 @@ static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row 
 
 enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three times that a text is read */
 
-/* Each value to its place. Checked: those of lists only have a place later, and a preset waits for what it asks. */
+/* Each value to its place. While it is checked there is none yet in the caller's memory, and a preset waits for what it
+ * asks. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
@@ -898,8 +896,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             r->highest_line[g] = r->key_line;
         }
         for (i = from; i <= to; i++) {
-            const int listed =
-                r->fields[g].most || row->kind == TKVI_FREQUENCIES; /* in the caller's memory */
+            const int listed = r->fields[g].most || row->kind == TKVI_FREQUENCIES;
             const int later = pass == TKVI_CHECK && (begins || listed);
             char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
             if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
