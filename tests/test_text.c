@@ -181,7 +181,14 @@ TEST(both_syntaxes) {
 
 TEST(nothing_is_something) {
     static const char *const texts[] = {
-        "", "\n\n", "# nothing", "{}", "  # a\n {  } # b\n", "\xef\xbb\xbf{}", "\xef\xbb\xbf# a"};
+        "",
+        "\n\n",
+        "fit = none\nisa = auto\nhot = default\ncenter_k = false\nscale = 0\n",
+        "# nothing",
+        "{}",
+        "  # a\n {  } # b\n",
+        "\xef\xbb\xbf{}",
+        "\xef\xbb\xbf# a"};
     int i;
     for (i = 0; i < COUNT(texts); i++) {
         tkv_config cfg = tkv_config_default(), same = cfg;
