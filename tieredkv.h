@@ -37,6 +37,7 @@
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
  *   TKV_NO_SIMD              implementation     the scalar kernels only
  *   TKV_NO_AVX512            implementation     leaves those kernels out
+ *   TKV_NO_REPORTS           implementation     no texts: configs as text, state as JSON, Prometheus
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
@@ -142,7 +143,9 @@
 #define tkv_check TKV_NAME_(tkv_check)
 #define tkv_commit TKV_NAME_(tkv_commit)
 #define tkv_config_default TKV_NAME_(tkv_config_default)
+#define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
+#define tkv_config_print TKV_NAME_(tkv_config_print)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
@@ -159,6 +162,7 @@
 #define tkv_format_bits TKV_NAME_(tkv_format_bits)
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
 #define tkv_format_name TKV_NAME_(tkv_format_name)
+#define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
 #define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
 #define tkv_isa_available TKV_NAME_(tkv_isa_available)
 #define tkv_isa_name TKV_NAME_(tkv_isa_name)
@@ -173,6 +177,8 @@
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
+#define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
+#define tkv_policy_print TKV_NAME_(tkv_policy_print)
 #define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
 #define tkv_policy_read TKV_NAME_(tkv_policy_read)
 #define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
@@ -192,6 +198,7 @@
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
+#define tkv_state_json TKV_NAME_(tkv_state_json)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
 #define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
@@ -202,6 +209,7 @@
 #define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
 #define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
+#define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
@@ -980,6 +988,65 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
                               size_t size);
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                               ptrdiff_t stride);
+
+/* >>ages and presets. The tier that a token of this age is due for, by the lengths of cfg (NULL: the defaults): hot
+ * below hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. A pure function: blocks move
+ * whole and before an append, so a token of a cache can be some 64 ages late (tkv_tier_of), and sinks stay. */
+TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
+/* More plans for tkv_config_preset, of other designs, by their names. Hot and warm tokens and bits are theirs, keys
+ * coded as KIVI's and SQuat's papers have them; all other fields of theirs are not ours to set or not mapped:
+ *   adr               64 + 448, KIVI4, then as "by-context" (RuvLLM's ADR-004; its quality target: not mapped)
+ *   small             32 + 224, KIVI4, KIVI2
+ *   long_context      64 + 960, KIVI4, KIVI2
+ *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization: not mapped)
+ *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (give it cfg.rope; rematerialization: not mapped)
+ *   memory_optimized  32 + 224, KIVI4, KIVI2 (lengths stay as they are in both)
+ *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; its importance, promotion and host memory: not mapped)
+ *   akv_quality       2048 + 2048, KIVI4, KIVI2 ("quality" is a plan of this library)
+ *   aggressive        512 + 4096, KIVI2, KIVI2 (of pressure, there is tkv_policy_profile)
+ *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; its
+ *                     Hadamard rotation and protected layers: not mapped)
+ *   k4v3 k4v2         128 exact, then keys in 4 bits, values in 3, 2 (the same) */
+
+/* >>texts. A config as lines `key = value` with comments from # on, or as one flat object of JSON (a text that begins
+ * with a brace). Keys are the names of the fields: n_layers, rope.dim, layers[3].window (of layers 0 to 5:
+ * layers[0-5].window). Lengths can be none and all, switches false and true, formats a30/r20 or, for both sides, one
+ * name; bits are names with + between them, as fit = clip+norm. `preset` is a name for tkv_config_preset: it counts
+ * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out. */
+/* Memory of the caller's for what a config points to; it must live as long as that is used. */
+typedef struct tkv_config_room {
+    tkv_layer_config *layers;
+    int n_layers; /* room of layers: as many as the config has */
+    float *frequencies;
+    int n_frequencies; /* of rope.frequencies: rope.dim / 2 */
+} tkv_config_room;
+/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers,
+ * which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key twice, no
+ * room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they were.
+ * Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size);
+/* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
+ * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL asks
+ * for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no such
+ * format). */
+TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+/* The same of a policy: threshold (a list), hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile)
+ * in the place of `preset`. */
+TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
+                                    size_t reason_size);
+TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
+                                    size_t *needed);
+/* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
+ * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
+ * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
+ * and needed as in tkv_config_print. O(blocks), twice. */
+TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
+/* The same figures in Prometheus' text format, version 0.0.4. labels (NULL: none) go to every line: name=value,
+ * name=value; values are UTF-8, escaped here, a comma or backslash in one stands after a backslash. TKV_ERR_ARG: bad
+ * labels (part, tier, version and isa are taken). */
+TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
+                                         size_t *needed);
 
 #ifdef __cplusplus
 }
@@ -11910,7 +11977,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
 #endif /* TKVI_PLAN_H */
 /* ======== preset.h ======== */
 /*
- * preset.h - plans by name: a table. What each costs and gives is in bench/QUALITY.md. May call plan.
+ * preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What the first
+ * seven cost and give is in bench/QUALITY.md. May call plan.
  */
 #ifndef TKVI_PRESET_H
 #define TKVI_PRESET_H
@@ -11919,20 +11987,39 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
 typedef struct tkvi_preset {
     const char *name;
     int below; /* rows of one name: the first one whose number is above cfg.max_tokens; 0: any */
+    int hot_tokens, warm_tokens;
     tkv_pair warm, archive;
 } tkvi_preset;
 
 static const tkvi_preset tkvi_presets[] = {
-    {"quality", 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
-    {"balanced", 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
-    {"compact", 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-    {"extreme", 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
-    {"kivi", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
-    {"squat", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
-    {"kvquant-3", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
-    {"by-context", 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
-    {"by-context", 8192, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
-    {"by-context", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"quality", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {"balanced", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+    {"compact", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {"extreme", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+    {"kivi", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"squat", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"kvquant-3", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    /* RuvLLM's: ADR-004, then the profiles of its code */
+    {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"adr", 0, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"small", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"long_context", 0, 64, 960, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"large_context", 0, 128, 896, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"extreme_context", 0, 256, 1792, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"memory_optimized", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    /* akv-cache's: three tiers, then two (everything behind the tail is archive here) */
+    {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+    {"k4v4", 0, 256, TKV_NONE, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
+    {"k4v3", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
+    {"k4v2", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
+    {"k3v3", 0, 128, TKV_NONE, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
+    {"k2v2", 0, 64, TKV_NONE, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
 };
 
 #define TKVI_PRESETS ((int)(sizeof tkvi_presets / sizeof *tkvi_presets))
@@ -11952,13 +12039,22 @@ TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
         int below = tkvi_presets[i].below;
         if (strcmp(name, tkvi_presets[i].name) != 0) continue;
         if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
-        cfg->sink_tokens = cfg->hot_tokens = cfg->warm_tokens = 0; /* 4, 64, 448 */
+        cfg->sink_tokens = 0; /* 4, and below 0 is 64, 448 */
+        cfg->hot_tokens = tkvi_presets[i].hot_tokens;
+        cfg->warm_tokens = tkvi_presets[i].warm_tokens;
         cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
         cfg->warm = tkvi_presets[i].warm;
         cfg->archive = tkvi_presets[i].archive;
         return TKV_OK;
     }
     return TKV_ERR_ARG;
+}
+
+TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
+    const int hot = tkvi_length(cfg ? cfg->hot_tokens : 0, 0, 64);
+    const int warm = tkvi_length(cfg ? cfg->warm_tokens : 0, 0, 448);
+    if (age < hot) return TKV_HOT;
+    return (int64_t)age < (int64_t)hot + warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
 #endif /* TKVI_PRESET_H */
@@ -12620,7 +12716,7 @@ static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
 }
 
 /* Digits, at most `high`, no zero before them; or -1. */
-static int tkvi_digits(const char *s, int high) {
+static int tkvi_scan_digits(const char *s, int high) {
     int64_t n = 0;
     int i;
     for (i = 0; s[i] >= '0' && s[i] <= '9' && i < 10; i++) n = n * 10 + (s[i] - '0');
@@ -12632,7 +12728,7 @@ static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
     if (strcmp(word, "none") == 0) *x = TKV_NONE;
     else if (strcmp(word, "all") == 0) *x = TKV_ALL;
-    else if ((*x = tkvi_digits(word, d->high)) < 0) return 0;
+    else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }
 
@@ -17907,6 +18003,1666 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
 }
 
 #endif /* TKVI_REPORT_H */
+/* ======== decimal.h ======== */
+/*
+ * decimal.h - floats as decimal text and back, exactly: without strtod and printf, so that neither a locale nor a
+ * compiler's flags have a say. May call base.
+ *
+ * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Everything follows from that:
+ * the float of a text is found by halving (its neighbours' midpoints are floats with one bit more), the text of a
+ * float is the shortest one that leads back to it.
+ */
+#ifndef TKVI_DECIMAL_H
+#define TKVI_DECIMAL_H
+
+#ifndef TKV_NO_REPORTS
+
+
+#define TKVI_DECIMAL_LEAST                                                                                   \
+    (-64)                    /* exponents: below, 19 digits are less than half of the smallest float ... */
+#define TKVI_DECIMAL_MOST 39 /* ... and above, one digit is more than the largest */
+#define TKVI_FLOAT_TEXT 24   /* room for any float, the final zero included */
+
+typedef struct tkvi_wide {
+    uint32_t word[12]; /* lowest first */
+} tkvi_wide;
+
+static tkvi_wide tkvi_wide_of(uint64_t x) {
+    tkvi_wide a;
+    memset(&a, 0, sizeof a);
+    a.word[0] = (uint32_t)(x & 0xffffffffu);
+    a.word[1] = (uint32_t)(x >> 32);
+    return a;
+}
+
+static void tkvi_wide_times(tkvi_wide *a, uint32_t by) {
+    uint64_t carry = 0;
+    int i;
+    for (i = 0; i < 12; i++) {
+        carry += (uint64_t)a->word[i] * by;
+        a->word[i] = (uint32_t)(carry & 0xffffffffu);
+        carry >>= 32;
+    }
+}
+
+/* Times 5^fives * 2^twos, where these are positive. */
+static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
+    for (; fives >= 13; fives -= 13) tkvi_wide_times(a, 1220703125u);
+    for (; fives > 0; fives--) tkvi_wide_times(a, 5u);
+    for (; twos >= 31; twos -= 31) tkvi_wide_times(a, 1u << 31);
+    if (twos > 0) tkvi_wide_times(a, 1u << twos);
+}
+
+/* The sign of m * 10^e - c * 2^x; e within its limits, c * 2^x a float or a midpoint: 344 bits at most. */
+static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
+    tkvi_wide a = tkvi_wide_of(m), b = tkvi_wide_of(c);
+    int i;
+    tkvi_wide_scale(&a, e, e - x);
+    tkvi_wide_scale(&b, -e, x - e);
+    for (i = 11; i >= 0; i--)
+        if (a.word[i] != b.word[i]) return a.word[i] > b.word[i] ? 1 : -1;
+    return 0;
+}
+
+/* A positive float is c * 2^x. */
+static void tkvi_float_parts(uint32_t bits, uint32_t *c, int *x) {
+    uint32_t exponent = bits >> 23;
+    *c = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
+    *x = (exponent ? (int)exponent : 1) - 150;
+}
+
+/* Does m * 10^e round to the float of these bits, or to a larger one? Ties go to the even one. */
+static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
+    uint32_t c;
+    int x, order;
+    if (!bits) return 1;
+    tkvi_float_parts(bits - 1, &c, &x);
+    order = tkvi_decimal_compare(m, e, 2 * c + 1, x - 1);
+    return order > 0 || (order == 0 && bits % 2 == 0);
+}
+
+/* >>reading */
+/* The float nearest to a decimal number: sign, digits, point, exponent. Digits beyond the 19th count as zeros. 0 if
+ * it is no number, too large, or longer than anybody writes. */
+static int tkvi_float_read(const char *s, size_t n, float *out) {
+    uint64_t m = 0;
+    uint32_t low = 0, high = 0x7f800000u;
+    int e = 0, given = 0, point = 0, any = 0, negative, down;
+    size_t i = 0;
+    if (n < 1 || n > 64) return 0;
+    negative = s[0] == '-';
+    if (s[0] == '-' || s[0] == '+') i++;
+    for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !point)); i++) {
+        if (s[i] == '.') {
+            point = 1;
+            continue;
+        }
+        any = 1;
+        if (m < 1000000000000000000u) {
+            m = 10u * m + (uint64_t)(s[i] - '0');
+            e -= point;
+        } else {
+            e += !point;
+        }
+    }
+    if (!any) return 0;
+    if (i < n && (s[i] == 'e' || s[i] == 'E')) {
+        i++;
+        down = i < n && s[i] == '-';
+        if (i < n && (s[i] == '-' || s[i] == '+')) i++;
+        if (i == n) return 0;
+        for (; i < n && s[i] >= '0' && s[i] <= '9'; i++)
+            if (given < 1000) given = 10 * given + (s[i] - '0');
+        e += down ? -given : given;
+    }
+    if (i < n) return 0;
+    if (m == 0 || e < TKVI_DECIMAL_LEAST) high = 1; /* zero */
+    else if (e > TKVI_DECIMAL_MOST || tkvi_decimal_reaches(m, e, high)) return 0;
+    while (high - low > 1) { /* it reaches low, and not high */
+        uint32_t middle = low + (high - low) / 2;
+        if (tkvi_decimal_reaches(m, e, middle)) low = middle;
+        else high = middle;
+    }
+    *out = tkvi_from_bits(low | (negative ? 0x80000000u : 0u));
+    return 1;
+}
+
+/* >>writing */
+/* The fewest digits m with m * 10^e nearer to this float than to any other; bits of a positive one. */
+static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
+    uint64_t m, low = 100000000u, high = 1000000000u, power = high;
+    uint32_t c;
+    int x, first, n, i, up;
+    tkvi_float_parts(bits, &c, &x);
+    first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
+                       : -46; /* not above the first digit's exponent */
+    while (tkvi_decimal_compare(1, first + 1, c, x) <= 0) first++;
+    while (high - low > 1) { /* the first nine digits, cut off */
+        m = low + (high - low) / 2;
+        if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
+        else high = m;
+    }
+    for (n = 1; n <= 9; n++) {
+        power /= 10u;
+        *e = first - n + 1;
+        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* the next one is nearer */
+        for (i = 0; i < 2; i++) {
+            m = low / power + (uint64_t)(up ^ i);
+            if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
+        }
+    }
+    return m; /* not reached: nine digits tell any two floats apart */
+}
+
+/* Text of a finite float, into TKVI_FLOAT_TEXT bytes: 0.05, 1000, 1.5e-7. Also a number of JSON. */
+static void tkvi_float_write(float x, char *out) {
+    uint32_t bits = tkvi_bits(x);
+    char digits[12];
+    uint64_t m = 0;
+    int e = 0, n = 0, at, i;
+    tkvi_text t = tkvi_text_begin(out, TKVI_FLOAT_TEXT);
+    if (bits >> 31) tkvi_say(&t, "-");
+    if (bits & 0x7fffffffu) m = tkvi_float_shortest(bits & 0x7fffffffu, &e);
+    for (; m && m % 10u == 0; m /= 10u) e++;
+    {
+        tkvi_text d = tkvi_text_begin(digits, sizeof digits);
+        tkvi_say_int(&d, (int64_t)m);
+    }
+    while (digits[n]) n++;
+    at = n + e; /* of the point: 0.digits * 10^at */
+    if (at < -3 || at > 9) {
+        char head[2] = {digits[0], 0};
+        tkvi_say(&t, head);
+        if (n > 1) tkvi_say(&t, ".");
+        tkvi_say(&t, digits + 1);
+        tkvi_say(&t, "e");
+        tkvi_say_int(&t, at - 1);
+        return;
+    }
+    if (at <= 0) tkvi_say(&t, "0.");
+    for (i = at; i < 0; i++) tkvi_say(&t, "0");
+    for (i = 0; i < n || i < at; i++) {
+        char one[2] = {i < n ? digits[i] : '0', 0};
+        if (i == at && i > 0) tkvi_say(&t, ".");
+        tkvi_say(&t, one);
+    }
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_DECIMAL_H */
+/* ======== text.h ======== */
+/*
+ * text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the fields.
+ * A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
+ *
+ *     # comment                          {
+ *     preset = balanced                    "preset": "balanced",
+ *     n_layers = 32                        "n_layers": 32,
+ *     archive = a30/r20                    "archive": "a30/r20",
+ *     layers[0-5].window = 1024            "layers[0-5].window": 1024
+ *                                        }
+ *
+ * A text is read three times: checked without a trace, then the preset, then all other values. May call preset, policy
+ * and below.
+ */
+#ifndef TKVI_TEXT_H
+#define TKVI_TEXT_H
+
+#ifndef TKV_NO_REPORTS
+
+
+/* >>out: text that is counted before it is written, so that a buffer that is too small stays as it is */
+typedef struct tkvi_out {
+    char *at; /* NULL: only counts */
+    size_t room, used;
+    int json;       /* 1: JSON, 2: the same on one line */
+    int more;       /* a value of this object came before */
+    tkv_status bad; /* what has no text */
+} tkvi_out;
+
+static void tkvi_print_bytes(tkvi_out *o, const char *s, size_t n) {
+    if (o->at && o->used <= o->room && n <= o->room - o->used) memcpy(o->at + o->used, s, n);
+    o->used += n;
+}
+
+static void tkvi_print(tkvi_out *o, const char *s) { tkvi_print_bytes(o, s, strlen(s)); }
+
+static void tkvi_print_count(tkvi_out *o, uint64_t n) {
+    char digits[20];
+    int i = 20;
+    do digits[--i] = (char)('0' + (int)(n % 10u));
+    while (n /= 10u);
+    tkvi_print_bytes(o, digits + i, (size_t)(20 - i));
+}
+
+static void tkvi_print_int(tkvi_out *o, int64_t n) {
+    if (n < 0) tkvi_print(o, "-");
+    tkvi_print_count(o, n < 0 ? 0u - (uint64_t)n : (uint64_t)n);
+}
+
+static void tkvi_print_float(tkvi_out *o, float x) {
+    char text[TKVI_FLOAT_TEXT];
+    if (!tkvi_is_finite(x)) {
+        o->bad = TKV_ERR_CONFIG;
+        return;
+    }
+    tkvi_float_write(x, text);
+    tkvi_print(o, text);
+}
+
+/* The quotes of a string in JSON. */
+static void tkvi_print_quote(tkvi_out *o) {
+    if (o->json) tkvi_print(o, "\"");
+}
+
+typedef void (*tkvi_writer)(tkvi_out *o, const void *what);
+
+/* The whole of it or nothing; *needed is how much there is, the final zero included. */
+static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf, size_t size,
+                                  size_t *needed) {
+    tkvi_out o;
+    size_t n;
+    memset(&o, 0, sizeof o);
+    write(&o, what);
+    if (o.bad) return o.bad;
+    n = o.used;
+    if (needed) *needed = n + 1;
+    if (!buf) return needed ? TKV_OK : TKV_ERR_ARG;
+    if (size <= n) return TKV_ERR_ARG;
+    memset(&o, 0, sizeof o);
+    o.at = buf;
+    o.room = n;
+    write(&o, what);
+    buf[n] = 0;
+    return TKV_OK;
+}
+
+/* >>rows */
+typedef struct tkvi_span {
+    const char *at;
+    size_t n;
+} tkvi_span;
+
+typedef struct tkvi_word {
+    const char *name;
+    int value;
+} tkvi_word;
+
+struct tkvi_row; /* (the three know each other) */
+struct tkvi_parser;
+
+typedef struct tkvi_kind {
+    const char *want; /* what is right, for a person */
+    /* `at` is the field; NULL: only check. 0: this is none. */
+    int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
+    /* NULL: only read, and before all others */
+    void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
+} tkvi_kind;
+
+typedef struct tkvi_row {
+    const char *name;
+    int kind; /* into tkvi_kinds */
+    size_t offset, size;
+    const tkvi_word *words; /* names of values, up to one without; NULL: none */
+} tkvi_row;
+
+typedef struct tkvi_fields { /* rows of one struct */
+    const char *name;        /* NULL: key `field`; otherwise `name.field`, or ... */
+    int most;                /* ... if not 0: `name[i].field` and `name[i-j].field`, i and j below it */
+    size_t offset, stride;   /* in the whole, where it is a part of that; of these */
+    const tkvi_row *row;
+    int n_rows;
+} tkvi_fields;
+
+#define TKVI_MAX_FIELDS 8
+#define TKVI_SEEN_BYTES 8192 /* a bit for each field: 15 of 4,096 layers, and 500 more */
+
+typedef struct tkvi_parser {
+    const tkvi_fields *fields;
+    int n_fields;
+    void *base[TKVI_MAX_FIELDS]; /* the structs; a list may be NULL while only checked */
+    const tkv_config_room *room;
+    /* where it is */
+    const char *text, *at, *end;
+    int line, json, begun;
+    tkvi_span key, value;
+    int key_line;
+    /* what it saw */
+    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* index of a list, from 1; 0: none */
+    int frequencies, frequencies_line;
+    uint8_t seen[TKVI_SEEN_BYTES];
+    tkvi_text reason;
+} tkvi_parser;
+
+/* Kinds, as in tkvi_kinds. */
+enum {
+    TKVI_INT,
+    TKVI_SIZE,
+    TKVI_FLOAT,
+    TKVI_FLOATS,
+    TKVI_PAIR,
+    TKVI_FLAGS,
+    TKVI_NAME,
+    TKVI_FREQUENCIES,
+    TKVI_PRESET,
+    TKVI_PROFILE
+};
+
+/* >>spans */
+static int tkvi_span_is(tkvi_span s, const char *name) {
+    return s.n == strlen(name) && memcmp(s.at, name, s.n) == 0;
+}
+
+static int tkvi_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
+static tkvi_span tkvi_trimmed(const char *from, const char *to) {
+    tkvi_span s;
+    while (from < to && tkvi_blank(*from)) from++;
+    while (from < to && tkvi_blank(to[-1])) to--;
+    s.at = from;
+    s.n = (size_t)(to - from);
+    return s;
+}
+
+/* Takes the part before the separator, or all there is, off the front. */
+static tkvi_span tkvi_front(tkvi_span *s, char separator) {
+    const char *from = s->at, *end = s->at + s->n, *at = from;
+    while (at < end && *at != separator) at++;
+    s->at = at < end ? at + 1 : end;
+    s->n = (size_t)(end - s->at);
+    return tkvi_trimmed(from, at);
+}
+
+/* As a string, cut to the room. */
+static void tkvi_copied(tkvi_span s, char *out, size_t room) {
+    size_t n = s.n < room ? s.n : room - 1;
+    memcpy(out, s.at, n);
+    out[n] = 0;
+}
+
+/* For a person: without the rest of something long, and without what would ruin a terminal. */
+static void tkvi_say_span(tkvi_text *t, tkvi_span s) {
+    char name[41];
+    size_t i;
+    tkvi_copied(s, name, sizeof name);
+    for (i = 0; i < s.n && i < 40; i++)
+        if (name[i] < ' ' || name[i] > '~') name[i] = '?';
+    tkvi_say(t, name);
+    if (s.n > 40) tkvi_say(t, "...");
+}
+
+/* >>kinds */
+/* Digits only; at most 2^63 - 1. */
+static int tkvi_digits(tkvi_span s, uint64_t *out) {
+    const uint64_t most = (uint64_t)-1 >> 1;
+    uint64_t n = 0;
+    size_t i;
+    for (i = 0; i < s.n; i++) {
+        const unsigned digit = (unsigned)(s.at[i] - '0');
+        if (digit > 9 || n > (most - digit) / 10u) return 0;
+        n = 10u * n + digit;
+    }
+    *out = n;
+    return s.n > 0;
+}
+
+/* Enums can be as small as a byte. */
+static int tkvi_field_int(const tkvi_row *row, const void *at) {
+    int x;
+    if (row->size < sizeof x) return *(const uint8_t *)at;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const tkvi_word *w;
+    const int negative = s.n > 0 && s.at[0] == '-';
+    uint64_t n = 0;
+    int x = 0;
+    (void)r;
+    for (w = row->words; w && w->name && !tkvi_span_is(s, w->name); w++) continue;
+    if (w && w->name) {
+        x = w->value;
+    } else {
+        s.at += negative;
+        s.n -= (size_t)negative;
+        if (!tkvi_digits(s, &n) || n > 0x7fffffffu) return 0;
+        x = negative ? -(int)n : (int)n;
+    }
+    if (!at) return 1;
+    if (row->size < sizeof x) *(uint8_t *)at = (uint8_t)(x & 0xff);
+    else memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const tkvi_word *w;
+    const int x = tkvi_field_int(row, at);
+    for (w = row->words; w && w->name && w->value != x; w++) continue;
+    if (!w || !w->name) {
+        tkvi_print_int(o, x);
+        return;
+    }
+    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+    tkvi_print(o, w->name);
+    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+}
+
+/* 4096, 512K, 1.5G, 64MiB: letters are powers of 1024. */
+static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    static const char letters[] = "KMGT";
+    uint64_t whole = 0, part = 0, unit = 1;
+    tkvi_span fraction;
+    size_t i, bytes;
+    (void)r;
+    (void)row;
+    if (s.n > 2 && memcmp(s.at + s.n - 2, "iB", 2) == 0) {
+        s.n -= 2;
+        unit = 0; /* there must be a letter now */
+    }
+    for (i = 0; s.n > 0 && i < 4; i++)
+        if (s.at[s.n - 1] == letters[i]) {
+            unit = (uint64_t)1 << (10u * (unsigned)(i + 1));
+            s.n--;
+            break;
+        }
+    fraction = s;
+    s = tkvi_front(&fraction, '.');
+    if (unit == 0 || !tkvi_digits(s, &whole) || whole > ((uint64_t)-1 >> 1) / unit) return 0;
+    whole *= unit;
+    for (i = 0; i < fraction.n; i++) { /* rounded down to a byte */
+        const unsigned digit = (unsigned)(fraction.at[i] - '0');
+        if (digit > 9 || i > 3 || unit == 1) return 0;
+        part = 10u * part + digit;
+    }
+    for (; i < 4; i++) part *= 10u;
+    whole += part * unit / 10000u;
+    bytes = (size_t)whole;
+    if (whole != (uint64_t)bytes) return 0; /* more than this machine can address */
+    if (at) memcpy(at, &bytes, sizeof bytes);
+    return 1;
+}
+
+static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
+    size_t bytes;
+    (void)row;
+    memcpy(&bytes, at, sizeof bytes);
+    tkvi_print_count(o, bytes);
+}
+
+static int tkvi_read_float(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    float x;
+    (void)r;
+    (void)row;
+    if (!tkvi_float_read(s.at, s.n, &x)) return 0;
+    if (at) memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
+    float x;
+    (void)row;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_float(o, x);
+}
+
+/* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
+static int tkvi_read_list(tkvi_span s, int most, float *at) {
+    int n;
+    for (n = 0; n < most; n++) {
+        float x;
+        tkvi_span one = tkvi_front(&s, ',');
+        if (!tkvi_float_read(one.at, one.n, &x)) return 0;
+        if (at) at[n] = x;
+        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
+    }
+    return 0;
+}
+
+static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
+    int i;
+    if (o->json) tkvi_print(o, "[");
+    for (i = 0; i < n; i++) {
+        if (i) tkvi_print(o, ", ");
+        tkvi_print_float(o, x[i]);
+    }
+    if (o->json) tkvi_print(o, "]");
+}
+
+/* An array of floats that ends with zeros. */
+static int tkvi_read_floats(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const int most = (int)(row->size / sizeof(float));
+    (void)r;
+    if (!tkvi_read_list(s, most, NULL)) return 0;
+    if (!at) return 1;
+    memset(at, 0, row->size);
+    return tkvi_read_list(s, most, (float *)at);
+}
+
+static void tkvi_write_floats(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const float *x = (const float *)at;
+    int n = (int)(row->size / sizeof(float));
+    while (n > 1 && tkvi_bits(x[n - 1]) == 0) n--;
+    tkvi_write_list(x, n, o);
+}
+
+static int tkvi_read_format(tkvi_span s, tkv_format *out) {
+    char name[16];
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    *out = tkv_format_from_name(name);
+    return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
+}
+
+/* a30/r20, or one name for both sides. */
+static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    tkv_pair p;
+    const size_t n = s.n;
+    const tkvi_span k = tkvi_front(&s, '/');
+    (void)r;
+    (void)row;
+    if (!tkvi_read_format(k, &p.k)) return 0;
+    p.v = p.k;
+    if (k.n < n && !tkvi_read_format(s, &p.v)) return 0;
+    if (at) memcpy(at, &p, sizeof p);
+    return 1;
+}
+
+static void tkvi_print_format(tkvi_out *o, tkv_format f) {
+    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkv_format_name(f);
+    if (!name) o->bad = TKV_ERR_CONFIG;
+    else tkvi_print(o, name);
+}
+
+static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
+    tkvi_print_quote(o);
+    tkvi_print_format(o, p.k);
+    if (p.k != p.v) {
+        tkvi_print(o, "/");
+        tkvi_print_format(o, p.v);
+    }
+    tkvi_print_quote(o);
+}
+
+static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
+    tkv_pair p;
+    (void)row;
+    memcpy(&p, at, sizeof p);
+    tkvi_print_pair(o, p);
+}
+
+/* clip+norm, none. */
+static int tkvi_read_flags(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    int x = 0;
+    (void)r;
+    if (s.n == 0 || s.at[s.n - 1] == '+') return 0;
+    while (s.n && !tkvi_span_is(s, "none")) {
+        const tkvi_span one = tkvi_front(&s, '+');
+        const tkvi_word *w;
+        for (w = row->words; w->name && !tkvi_span_is(one, w->name); w++) continue;
+        if (!w->name || (x & w->value)) return 0;
+        x |= w->value;
+    }
+    if (s.n && x) return 0;
+    if (at) memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_flags(const tkvi_row *row, const void *at, tkvi_out *o) {
+    int x = tkvi_field_int(row, at), any = 0;
+    const tkvi_word *w;
+    tkvi_print_quote(o);
+    for (w = row->words; w->name; w++)
+        if (x & w->value) {
+            if (any++) tkvi_print(o, "+");
+            tkvi_print(o, w->name);
+            x &= ~w->value;
+        }
+    tkvi_print_quote(o);
+    if (x) o->bad = TKV_ERR_CONFIG;
+}
+
+static int tkvi_name_char(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
+           c == '-' || c == '.';
+}
+
+/* An array of characters, its final zero included. */
+static int tkvi_read_name(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    size_t i;
+    (void)r;
+    if (s.n == 0 || s.n >= row->size) return 0;
+    for (i = 0; i < s.n; i++)
+        if (!tkvi_name_char(s.at[i])) return 0;
+    if (!at) return 1;
+    memset(at, 0, row->size);
+    memcpy(at, s.at, s.n);
+    return 1;
+}
+
+static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const char *name = (const char *)at;
+    size_t n = 0;
+    tkvi_print_quote(o);
+    for (; n < row->size && name[n]; n++)
+        if (!tkvi_name_char(name[n])) o->bad = TKV_ERR_CONFIG;
+    if (n == row->size) o->bad = TKV_ERR_CONFIG;
+    tkvi_print_bytes(o, name, n);
+    tkvi_print_quote(o);
+}
+
+/* tkv_rope.frequencies, in memory of the caller's. */
+static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    (void)row;
+    r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
+    r->frequencies_line = r->key_line;
+    if (!r->frequencies) return 0;
+    if (!at || r->frequencies > most) return 1; /* which is said at the end of the check */
+    tkvi_read_list(s, most, r->room->frequencies);
+    {
+        const float *x = r->room->frequencies;
+        memcpy(at, &x, sizeof x);
+    }
+    return 1;
+}
+
+static void tkvi_write_frequencies(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const tkv_rope *rope = (const tkv_rope *)(const void *)((const char *)at - row->offset);
+    if (rope->dim < 2 || rope->dim > TKV_MAX_HEAD_DIM) o->bad = TKV_ERR_CONFIG;
+    else tkvi_write_list(rope->frequencies, rope->dim / 2, o);
+}
+
+static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    char name[32];
+    tkv_config any;
+    (void)r;
+    (void)row;
+    memset(&any, 0, sizeof any);
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    return tkv_config_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
+}
+
+static int tkvi_read_profile(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    char name[32];
+    tkv_policy_config any;
+    (void)r;
+    (void)row;
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    return tkv_policy_profile(at ? (tkv_policy_config *)at : &any, name) == TKV_OK;
+}
+
+static const tkvi_kind tkvi_kinds[] = {
+    {"a whole number", tkvi_read_int, tkvi_write_int},
+    {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
+    {"a number", tkvi_read_float, tkvi_write_float},
+    {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
+    {"formats of K and V, such as a30/r20, or one for both (tkv_format_name)", tkvi_read_pair,
+     tkvi_write_pair},
+    {"names joined by +", tkvi_read_flags, tkvi_write_flags},
+    {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
+    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"the name of a preset (tkv_preset_name)", tkvi_read_preset, NULL},
+    {"the name of a profile (tkv_policy_profile)", tkvi_read_profile, NULL},
+};
+
+/* >>the table of all fields */
+static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
+static const tkvi_word tkvi_words_none[] = {{"none", TKV_NONE}, {NULL, 0}};
+static const tkvi_word tkvi_words_length[] = {{"none", TKV_NONE}, {"all", TKV_ALL}, {NULL, 0}};
+static const tkvi_word tkvi_words_fit[] = {
+    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
+static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
+static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
+                                               {"uniform", TKV_KVQUANT_UNIFORM},
+                                               {"norm", TKV_KVQUANT_NORM},
+                                               {"dense", TKV_KVQUANT_DENSE},
+                                               {NULL, 0}};
+static const tkvi_word tkvi_words_nonfinite[] = {
+    {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
+static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
+                                           {"scalar", TKV_ISA_SCALAR},
+                                           {"avx2", TKV_ISA_AVX2},
+                                           {"avx512", TKV_ISA_AVX512},
+                                           {"neon", TKV_ISA_NEON},
+                                           {"wasm", TKV_ISA_WASM},
+                                           {NULL, 0}};
+
+#define TKVI_ROW(type, field, kind, words)                                                                   \
+    { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
+
+static const tkvi_row tkvi_config_rows[] = {
+    {"preset", TKVI_PRESET, 0, 0, NULL},
+    TKVI_ROW(tkv_config, n_layers, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_config, max_seqs, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, max_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_config, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_config, hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, group_size, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, allocation_unit, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, fit, TKVI_FLAGS, tkvi_words_fit),
+    TKVI_ROW(tkv_config, rotate, TKVI_FLAGS, tkvi_words_rotate),
+    TKVI_ROW(tkv_config, center_k, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, squat_block, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, subspaces, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+    TKVI_ROW(tkv_config, nonfinite, TKVI_INT, tkvi_words_nonfinite),
+    TKVI_ROW(tkv_config, precise, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
+};
+
+static const tkvi_row tkvi_rope_rows[] = {
+    TKVI_ROW(tkv_rope, dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_rope, scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_rope, frequencies, TKVI_FREQUENCIES, NULL),
+};
+
+static const tkvi_row tkvi_layer_rows[] = {
+    TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_layer_config, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
+};
+
+static const tkvi_row tkvi_policy_rows[] = {
+    {"profile", TKVI_PROFILE, 0, 0, NULL},
+    TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
+    TKVI_ROW(tkv_policy_config, hysteresis, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_policy_config, alpha, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_policy_config, min_level, TKVI_INT, NULL),
+    TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
+};
+
+#define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
+
+/* tkvi_parser has a bit for each field. */
+enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
+typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
+
+enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
+
+static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
+    {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
+};
+
+/* The lists of a config: a pointer and a count, and where the caller has memory for them. */
+typedef struct tkvi_array {
+    int group;
+    const char *count_name;
+    size_t at, count;           /* in tkv_config */
+    size_t room_at, room_count; /* in tkv_config_room */
+} tkvi_array;
+
+#define TKVI_ARRAY(group, field, count)                                                                      \
+    {                                                                                                        \
+        group, #count, offsetof(tkv_config, field), offsetof(tkv_config, count),                             \
+            offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
+    }
+
+static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers)};
+
+#define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
+
+static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
+
+/* >>errors: a line, then what is wrong, then what would be right */
+static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
+    tkvi_say(&r->reason, "line ");
+    tkvi_say_int(&r->reason, line);
+    tkvi_say(&r->reason, ": ");
+    return &r->reason;
+}
+
+static int tkvi_unreadable(tkvi_parser *r, const char *what) {
+    tkvi_say(tkvi_say_line(r, r->line), what);
+    return -1;
+}
+
+/* How many letters two short names differ by. */
+static int tkvi_distance(const char *a, const char *b) {
+    int row[64], i, k, n = (int)strlen(b);
+    for (k = 0; k <= n; k++) row[k] = k;
+    for (i = 1; a[i - 1]; i++) {
+        int corner = row[0];
+        row[0] = i;
+        for (k = 1; k <= n; k++) {
+            const int other = corner + (a[i - 1] != b[k - 1]);
+            corner = row[k];
+            row[k] = tkvi_min(other, 1 + tkvi_min(row[k], row[k - 1]));
+        }
+    }
+    return row[n];
+}
+
+/* A key that does not exist, and the nearest one that does. */
+static void tkvi_say_unknown(tkvi_parser *r) {
+    tkvi_text *t = tkvi_say_line(r, r->key_line);
+    char key[48], name[64];
+    size_t i, n = 0;
+    int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
+    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* layers[3].window is layers.window here */
+        inside += r->key.at[i] == '[';
+        if (!inside) key[n++] = r->key.at[i];
+        inside -= r->key.at[i] == ']';
+    }
+    key[n] = 0;
+    for (g = 0; g < r->n_fields; g++)
+        for (row = 0; row < r->fields[g].n_rows; row++) {
+            tkvi_text at = tkvi_text_begin(name, sizeof name);
+            int distance;
+            if (r->fields[g].name) tkvi_say(&at, r->fields[g].name);
+            if (r->fields[g].name) tkvi_say(&at, ".");
+            tkvi_say(&at, r->fields[g].row[row].name);
+            distance = tkvi_distance(key, name);
+            if (distance >= best) continue;
+            best = distance;
+            best_g = g;
+            best_row = row;
+        }
+    tkvi_say_span(t, r->key);
+    tkvi_say(t, " is no key; ");
+    tkvi_say(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
+    if (best_g < 0) return;
+    if (r->fields[best_g].name) {
+        tkvi_say(t, r->fields[best_g].name);
+        if (r->fields[best_g].most) {
+            tkvi_say(t, "[i] or [i-j], up to ");
+            tkvi_say_int(t, r->fields[best_g].most - 1);
+            tkvi_say(t, ", and ");
+        }
+        tkvi_say(t, ".");
+    }
+    tkvi_say(t, r->fields[best_g].row[best_row].name);
+}
+
+static void tkvi_say_bad_value(tkvi_parser *r, const tkvi_row *row) {
+    tkvi_text *t = tkvi_say_line(r, r->key_line);
+    const tkvi_word *w = row->words;
+    tkvi_say_span(t, r->key);
+    tkvi_say(t, r->value.n ? " is " : " has no value");
+    tkvi_say_span(t, r->value);
+    tkvi_say(t, "; it must be ");
+    tkvi_say(t, tkvi_kinds[row->kind].want);
+    for (; w && w->name; w++) {
+        tkvi_say(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_say(t, w->name);
+    }
+}
+
+/* >>scanning: one key and its value after the other */
+/* Blanks, ends of lines, comments. */
+static void tkvi_skip(tkvi_parser *r) {
+    int comment = 0;
+    for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
+        comment = *r->at != '\n' && (comment || *r->at == '#');
+        r->line += *r->at == '\n';
+    }
+}
+
+static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
+
+/* What stands between the present character and the closing one, neither included. */
+static int tkvi_enclosed(tkvi_parser *r, char close, tkvi_span *out) {
+    const char *from = ++r->at;
+    for (; r->at < r->end && *r->at != close; r->at++) {
+        if (*r->at == '\n' && close == '"') break;
+        if (*r->at == '\\') return tkvi_unreadable(r, "there is a backslash; no key and no value needs one");
+        r->line += *r->at == '\n';
+    }
+    if (!tkvi_is_next(r, close))
+        return tkvi_unreadable(r, close == '"' ? "a \" is missing" : "a ] is missing");
+    *out = tkvi_trimmed(from, r->at++);
+    return 1;
+}
+
+static int tkvi_one_of(char c, const char *set) {
+    while (*set && *set != c) set++;
+    return *set != 0;
+}
+
+/* A value: "in quotes", [a list], or what stands there up to one of the characters that end it. */
+static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
+    const char *from;
+    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
+    if (tkvi_is_next(r, '"')) return tkvi_enclosed(r, '"', &r->value);
+    if (tkvi_is_next(r, '[')) return tkvi_enclosed(r, ']', &r->value);
+    if (tkvi_is_next(r, '{'))
+        return tkvi_unreadable(r, "an object in an object; write \"rope.dim\": 64 instead");
+    for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
+    r->value = tkvi_trimmed(from, r->at);
+    return 1;
+}
+
+/* A line `key = value`: 1, the end: 0, something else: -1, and the reason is said. */
+static int tkvi_next_line(tkvi_parser *r) {
+    const char *from = r->at;
+    while (r->at < r->end && !tkvi_one_of(*r->at, "=\n#")) r->at++;
+    r->key = tkvi_trimmed(from, r->at);
+    if (!tkvi_is_next(r, '=')) return tkvi_unreadable(r, "there is no =; write key = value");
+    r->at++;
+    if (tkvi_scan_value(r, "\n#") < 0) return -1;
+    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
+    if (r->at < r->end && !tkvi_one_of(*r->at, "\n#"))
+        return tkvi_unreadable(r, "something follows the value");
+    return 1;
+}
+
+/* The same of a pair in an object. */
+static int tkvi_next_pair(tkvi_parser *r) {
+    const int first = !r->begun;
+    if (first) r->at++; /* the brace */
+    r->begun = 1;
+    tkvi_skip(r);
+    if (tkvi_is_next(r, '}')) {
+        r->at++;
+        tkvi_skip(r);
+        return r->at < r->end ? tkvi_unreadable(r, "something follows the object") : 0;
+    }
+    if (!first) {
+        if (!tkvi_is_next(r, ',')) return tkvi_unreadable(r, "a , or a } is missing");
+        r->at++;
+        tkvi_skip(r);
+    }
+    r->key_line = r->line;
+    if (!tkvi_is_next(r, '"')) return tkvi_unreadable(r, "a key in quotes is missing");
+    if (tkvi_enclosed(r, '"', &r->key) < 0) return -1;
+    tkvi_skip(r);
+    if (!tkvi_is_next(r, ':')) return tkvi_unreadable(r, "a : is missing after the key");
+    r->at++;
+    tkvi_skip(r);
+    return tkvi_scan_value(r, ",}#\n");
+}
+
+static int tkvi_next(tkvi_parser *r) {
+    if (!r->json || r->begun) tkvi_skip(r);
+    r->key_line = r->line;
+    if (r->json) return tkvi_next_pair(r);
+    return r->at < r->end ? tkvi_next_line(r) : 0;
+}
+
+static void tkvi_rewind(tkvi_parser *r) {
+    r->at = r->text;
+    r->line = 1;
+    r->begun = 0;
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* some editors' */
+    tkvi_skip(r);
+    r->json = tkvi_is_next(r, '{');
+}
+
+/* >>reading */
+static int tkvi_take(tkvi_span *s, const char *name) {
+    const size_t n = strlen(name);
+    if (s->n < n || memcmp(s->at, name, n) != 0) return 0;
+    s->at += n;
+    s->n -= n;
+    return 1;
+}
+
+/* Digits off the front, below `most`; -1: none. */
+static int tkvi_take_index(tkvi_span *s, int most) {
+    tkvi_span number = *s;
+    uint64_t n;
+    for (number.n = 0; number.n < s->n && s->at[number.n] >= '0' && s->at[number.n] <= '9';) number.n++;
+    if (!tkvi_digits(number, &n) || n >= (uint64_t)most) return -1;
+    s->at += number.n;
+    s->n -= number.n;
+    return (int)n;
+}
+
+/* Which row of which group this key is, and of which structs of a list: `from` to `to`. */
+static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
+    int i;
+    for (*group = 0; *group < r->n_fields; ++*group) {
+        const tkvi_fields *g = &r->fields[*group];
+        tkvi_span field = r->key;
+        *from = *to = 0;
+        if (g->name && !tkvi_take(&field, g->name)) continue;
+        if (g->most) {
+            if (!tkvi_take(&field, "[")) continue;
+            *from = *to = tkvi_take_index(&field, g->most);
+            if (*from >= 0 && tkvi_take(&field, "-")) *to = tkvi_take_index(&field, g->most);
+            if (*to < *from || *from < 0 || !tkvi_take(&field, "]")) continue;
+        }
+        if (g->name && !tkvi_take(&field, ".")) continue;
+        for (i = 0; i < g->n_rows; i++)
+            if (tkvi_span_is(field, g->row[i].name)) return &g->row[i];
+    }
+    return NULL;
+}
+
+/* Marks a field as given; 0 if it was. */
+static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
+    size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
+    int g;
+    for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->fields[g].most) * (size_t)r->fields[g].n_rows;
+    if (r->seen[bit / 8] >> bit % 8 & 1) return 0;
+    r->seen[bit / 8] = (uint8_t)(r->seen[bit / 8] | 1 << bit % 8);
+    return 1;
+}
+
+enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three times that a text is read */
+
+/* Each value to its place. While it is checked there is none yet in the caller's memory, and a preset waits for what it
+ * asks. */
+static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
+    int found, g, i, from, to;
+    tkvi_rewind(r);
+    for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
+        const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
+        int begins;
+        if (!row) {
+            tkvi_say_unknown(r);
+            return TKV_ERR_CONFIG;
+        }
+        begins = !tkvi_kinds[row->kind].write;
+        if (pass != TKVI_CHECK && begins != (pass == TKVI_BEGIN)) continue;
+        if (to >= r->highest[g]) {
+            r->highest[g] = to + 1;
+            r->highest_line[g] = r->key_line;
+        }
+        for (i = from; i <= to; i++) {
+            const int listed = r->fields[g].most || row->kind == TKVI_FREQUENCIES;
+            const int later = pass == TKVI_CHECK && (begins || listed);
+            char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
+            if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
+                tkvi_say_span(tkvi_say_line(r, r->key_line), r->key);
+                tkvi_say(&r->reason, " is there for the second time; it must be there once");
+                return TKV_ERR_CONFIG;
+            }
+            if (!tkvi_kinds[row->kind].read(r, row, r->value, at)) {
+                tkvi_say_bad_value(r, row);
+                return TKV_ERR_CONFIG;
+            }
+        }
+    }
+    return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
+}
+
+/* Into the parts of `whole`. */
+static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, void *whole, const char *text,
+                             size_t size, char *reason, size_t reason_size) {
+    int g;
+    memset(r, 0, sizeof *r);
+    for (g = 0; g < n; g++) r->base[g] = (char *)whole + fields[g].offset;
+    r->fields = fields;
+    r->n_fields = n;
+    r->text = text;
+    r->end = text + size;
+    r->reason = tkvi_text_begin(reason, reason ? reason_size : 0);
+}
+
+/* There is so much room, and not enough. */
+static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
+                               const char *why) {
+    tkvi_text *t = tkvi_say_line(r, line);
+    tkvi_say(t, what);
+    tkvi_say_int(t, room);
+    tkvi_say(t, "; it must be ");
+    tkvi_say_int(t, want);
+    tkvi_say(t, why);
+    return TKV_ERR_CONFIG;
+}
+
+/* The line of a key that is there. */
+static int tkvi_line_of(tkvi_parser *r, const char *key) {
+    tkvi_rewind(r);
+    while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
+    return r->key_line;
+}
+
+static int tkvi_member_int(const void *base, size_t offset) {
+    int x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* Pointers to objects of any type look alike on every machine of this century. */
+static void *tkvi_member_pointer(const void *base, size_t offset) {
+    void *x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* The list that the text gives takes its place in the caller's memory, which must be enough. A list that stays (`was`
+ * is the config before) must not become longer. */
+static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tkv_config *cfg,
+                                   const tkv_config *was) {
+    const int highest = r->highest[a->group], line = r->highest_line[a->group];
+    const int n = tkvi_member_int(cfg, a->count), had = tkvi_member_int(was, a->count);
+    char what[64];
+    tkvi_text t = tkvi_text_begin(what, sizeof what);
+    int room = 0;
+    if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
+    tkvi_say(&t, a->count_name);
+    tkvi_say(&t, " is ");
+    if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
+    if (!highest && tkvi_member_pointer(was, a->at) && n > had)
+        return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
+                            " or less, as the program has them");
+    t = tkvi_text_begin(what, sizeof what);
+    tkvi_say(&t, "the program's room for ");
+    tkvi_say(&t, r->fields[a->group].name);
+    tkvi_say(&t, " is ");
+    if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
+    return TKV_OK;
+}
+
+/* The same of rope.frequencies, of which there is one for two of rope.dim. */
+static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
+    const int n = r->frequencies, line = r->frequencies_line;
+    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    if (n && n * 2 != cfg->rope.dim)
+        return tkvi_no_room(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
+                            ", two for each of rope.frequencies");
+    if (n > room)
+        return tkvi_no_room(r, line, "the program's room for rope.frequencies is ", room, n,
+                            " or more (tkv_config_room)");
+    if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
+        return tkvi_no_room(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim, was->rope.dim,
+                            " or less, as the program has frequencies");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size) {
+    tkvi_parser r;
+    tkv_config full;
+    tkv_status st;
+    int i;
+    if (reason && reason_size) *reason = 0;
+    if (!cfg || !text) return TKV_ERR_ARG;
+    full = *cfg;
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, reason, reason_size);
+    r.room = room;
+    st = tkvi_parse_all(&r, TKVI_CHECK);
+    if (!st) st = tkvi_check_frequencies(&r, &full, cfg);
+    for (i = 0; i < TKVI_ARRAYS && !st; i++) st = tkvi_check_array(&r, &tkvi_arrays[i], &full, cfg);
+    if (st) return st;
+    for (i = 0; i < TKVI_ARRAYS; i++) {
+        const tkvi_array *a = &tkvi_arrays[i];
+        void *list;
+        if (!r.highest[a->group]) continue;
+        r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
+        memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
+        memcpy((char *)&full + a->at, &list, sizeof list);
+    }
+    st = tkvi_parse_all(&r, TKVI_BEGIN);
+    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
+    if (!st) *cfg = full;
+    return st;
+}
+
+TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
+                                    size_t reason_size) {
+    tkvi_parser r;
+    tkv_policy_config full;
+    tkv_status st;
+    if (reason && reason_size) *reason = 0;
+    if (!cfg || !text) return TKV_ERR_ARG;
+    full = *cfg;
+    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, &full, text, size, reason, reason_size);
+    st = tkvi_parse_all(&r, TKVI_CHECK);
+    if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
+    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
+    if (!st) *cfg = full;
+    return st;
+}
+
+/* >>writing */
+static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const char *name) {
+    if (o->json && o->more) tkvi_print(o, ",");
+    if (o->json) tkvi_print(o, o->json == 1 ? "\n  \"" : o->more ? " \"" : "\"");
+    o->more = 1;
+    if (g && g->name) tkvi_print(o, g->name);
+    if (g && g->most) {
+        tkvi_print(o, "[");
+        tkvi_print_int(o, index);
+        tkvi_print(o, "]");
+    }
+    if (g && g->name) tkvi_print(o, ".");
+    tkvi_print(o, name);
+    tkvi_print(o, o->json ? "\": " : " = ");
+}
+
+/* The fields of one struct that are not zero. */
+static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, const void *base) {
+    int i;
+    size_t k;
+    for (i = 0; i < g->n_rows; i++) {
+        const tkvi_row *row = &g->row[i];
+        const uint8_t *at = (const uint8_t *)base + (size_t)index * g->stride + row->offset;
+        for (k = 0; k < row->size && !at[k]; k++) continue;
+        if (k == row->size || !tkvi_kinds[row->kind].write) continue;
+        tkvi_print_key(o, g, index, row->name);
+        tkvi_kinds[row->kind].write(row, at, o);
+        if (!o->json) tkvi_print(o, "\n");
+    }
+}
+
+static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
+    int g, i, n;
+    if (o->json) tkvi_print(o, "{");
+    for (g = 0; g < TKVI_CONFIG_FIELDS; g++) {
+        const tkvi_fields *fields = &tkvi_config_fields[g];
+        const void *part = (const char *)cfg + fields->offset;
+        n = tkvi_max(1, fields->most);
+        for (i = 0; i < TKVI_ARRAYS; i++) {
+            if (tkvi_arrays[i].group != g) continue;
+            part = tkvi_member_pointer(cfg, tkvi_arrays[i].at);
+            n = part ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
+        }
+        if (n < 0 || n > tkvi_max(1, fields->most)) o->bad = TKV_ERR_CONFIG;
+        for (i = 0; i < n && !o->bad; i++) tkvi_write_fields(o, fields, i, part);
+    }
+    if (o->json) tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
+}
+
+static void tkvi_config_text(tkvi_out *o, const void *what) {
+    tkvi_write_config(o, (const tkv_config *)what);
+}
+
+static void tkvi_config_json(tkvi_out *o, const void *what) {
+    o->json = 1;
+    tkvi_write_config(o, (const tkv_config *)what);
+}
+
+static void tkvi_policy_text(tkvi_out *o, const void *what) {
+    tkvi_write_fields(o, &tkvi_policy_fields, 0, what);
+}
+
+static void tkvi_policy_json(tkvi_out *o, const void *what) {
+    o->json = 1;
+    tkvi_print(o, "{");
+    tkvi_policy_text(o, what);
+    tkvi_print(o, "\n}\n");
+}
+
+TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
+    if (!cfg) return TKV_ERR_ARG;
+    return tkvi_write_text(json ? tkvi_config_json : tkvi_config_text, cfg, buf, size, needed);
+}
+
+TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
+                                    size_t *needed) {
+    if (!cfg) return TKV_ERR_ARG;
+    return tkvi_write_text(json ? tkvi_policy_json : tkvi_policy_text, cfg, buf, size, needed);
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_TEXT_H */
+/* ======== state.h ======== */
+/*
+ * state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for each
+ * figure, which both print. May call report, text and below; changes nothing.
+ *
+ * A new figure: a field of tkvi_figures, filled in by tkvi_figures_of, and a row. Rows of a section, and of a metric,
+ * stand together; a metric whose name ends in _total is a counter, any other a gauge.
+ */
+#ifndef TKVI_STATE_H
+#define TKVI_STATE_H
+
+#ifndef TKV_NO_REPORTS
+
+
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_QUALITY, TKVI_SECTIONS };
+
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "quality"};
+
+/* All that is told, taken once: readers may add to the meter while it is printed. */
+typedef struct tkvi_figures {
+    const tkv_cache *kv;
+    const char *labels;
+    int has[TKVI_SECTIONS]; /* 0: there is no such thing in this cache */
+    tkv_memory_info memory;
+    tkv_quality_info quality;
+    uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
+} tkvi_figures;
+
+static void tkvi_figure_size(tkvi_out *o, const void *at) {
+    size_t x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_count(o, x);
+}
+
+static void tkvi_figure_count(tkvi_out *o, const void *at) {
+    uint64_t x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_count(o, x);
+}
+
+static void tkvi_figure_int(tkvi_out *o, const void *at) {
+    int x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_int(o, x);
+}
+
+static void tkvi_figure_double(tkvi_out *o, const void *at) {
+    double x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_float(o, (float)x);
+}
+
+typedef struct tkvi_figure {
+    int section;
+    const char *name; /* in JSON */
+    void (*print)(tkvi_out *o, const void *at);
+    size_t offset;
+    const char *metric, *labels; /* of Prometheus; NULL: not there, no labels of its own */
+    const char *help;            /* the first row of a metric has it */
+} tkvi_figure;
+
+#define TKVI_FIGURE(section, name, print, field, metric, labels, help)                                       \
+    { section, name, print, offsetof(tkvi_figures, field), metric, labels, help }
+#define TKVI_BYTES(name, field, labels, help)                                                                \
+    TKVI_FIGURE(TKVI_MEMORY, name, tkvi_figure_size, memory.field, "tkv_memory_bytes", labels, help)
+
+static const tkvi_figure tkvi_figure_rows[] = {
+    TKVI_BYTES("hot_codes", tier[TKV_HOT].codes, "part=\"codes\",tier=\"hot\"",
+               "Bytes held, by part and tier; their sum is tkv_memory_held_bytes."),
+    TKVI_BYTES("hot_metadata", tier[TKV_HOT].metadata, "part=\"metadata\",tier=\"hot\"", NULL),
+    TKVI_BYTES("warm_codes", tier[TKV_WARM].codes, "part=\"codes\",tier=\"warm\"", NULL),
+    TKVI_BYTES("warm_metadata", tier[TKV_WARM].metadata, "part=\"metadata\",tier=\"warm\"", NULL),
+    TKVI_BYTES("archive_codes", tier[TKV_ARCHIVE].codes, "part=\"codes\",tier=\"archive\"", NULL),
+    TKVI_BYTES("archive_metadata", tier[TKV_ARCHIVE].metadata, "part=\"metadata\",tier=\"archive\"", NULL),
+    TKVI_BYTES("tables", tables, "part=\"tables\"", NULL),
+    TKVI_BYTES("index", index, "part=\"index\"", NULL),
+    TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
+    TKVI_BYTES("shadow", shadow, "part=\"shadow\"", NULL),
+    TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
+    TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
+                "Bytes held, all together."),
+    TKVI_FIGURE(TKVI_MEMORY, "peak", tkvi_figure_size, memory.peak, "tkv_memory_peak_bytes", NULL,
+                "Most bytes held so far."),
+    TKVI_FIGURE(TKVI_MEMORY, "fp16_bytes", tkvi_figure_size, memory.fp16_bytes, "tkv_memory_fp16_bytes", NULL,
+                "Bytes of the same tokens in plain FP16."),
+    TKVI_FIGURE(TKVI_MEMORY, "ratio", tkvi_figure_double, memory.ratio, "tkv_memory_ratio", NULL,
+                "FP16 bytes over bytes held."),
+    TKVI_FIGURE(TKVI_MEMORY, "ratio_f32", tkvi_figure_double, memory.ratio_f32, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_TOKENS, "hot", tkvi_figure_size, memory.tier[TKV_HOT].tokens, "tkv_tokens",
+                "tier=\"hot\"",
+                "Tokens held, by tier, summed over layers; those that sequences share count once."),
+    TKVI_FIGURE(TKVI_TOKENS, "warm", tkvi_figure_size, memory.tier[TKV_WARM].tokens, "tkv_tokens",
+                "tier=\"warm\"", NULL),
+    TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
+                "tier=\"archive\"", NULL),
+    TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
+                "Sequences that exist."),
+    TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
+                "Sequences that there is room for."),
+    TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
+                "Tokens of the longest sequence."),
+    TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
+                NULL, "Comparisons of attention with exact keys and values."),
+    TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
+                "Share of the coded keys that had an exact copy."),
+    TKVI_FIGURE(TKVI_QUALITY, "output_error", tkvi_figure_double, quality.output_error,
+                "tkv_quality_output_error", NULL, "Mean squared error of attention's output, relative."),
+    TKVI_FIGURE(TKVI_QUALITY, "kl", tkvi_figure_double, quality.kl, "tkv_quality_kl_nats", NULL,
+                "Mean KL divergence of attention's weights."),
+    TKVI_FIGURE(TKVI_QUALITY, "kl_max", tkvi_figure_double, quality.kl_max, "tkv_quality_kl_max_nats", NULL,
+                "Largest KL divergence of attention's weights."),
+    TKVI_FIGURE(TKVI_QUALITY, "top1", tkvi_figure_double, quality.top1, "tkv_quality_top1_ratio", NULL,
+                "Share of comparisons whose strongest key is the exact one's."),
+    TKVI_FIGURE(TKVI_QUALITY, "heads", tkvi_figure_int, quality.heads, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_QUALITY, "every", tkvi_figure_int, quality.every, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_QUALITY, "seq", tkvi_figure_int, quality.seq, NULL, NULL, NULL),
+};
+
+#define TKVI_FIGURES ((int)(sizeof tkvi_figure_rows / sizeof *tkvi_figure_rows))
+
+/* Tokens that some layer of the sequence holds or held; 0: it does not exist. */
+static int tkvi_seq_most(const tkv_cache *kv, int seq) {
+    int layer, most = 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        most = tkvi_max(most, tkv_layer_len(kv, seq, layer));
+    return most;
+}
+
+static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
+    int seq;
+    tkv_status st;
+    memset(f, 0, sizeof *f);
+    if (!kv) return TKV_ERR_ARG;
+    f->kv = kv;
+    f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
+    st = tkv_memory(kv, &f->memory);
+    if (!st) st = tkv_quality(kv, &f->quality);
+    f->has[TKVI_QUALITY] = f->quality.heads > 0;
+    f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);
+        f->sequences += tokens > 0;
+        f->longest = tokens > f->longest ? tokens : f->longest;
+    }
+    return st;
+}
+
+static void tkvi_print_figure(tkvi_out *o, const tkvi_figures *f, const tkvi_figure *row) {
+    row->print(o, (const char *)f + row->offset);
+}
+
+/* >>JSON */
+static void tkvi_print_comma(tkvi_out *o, int i) {
+    if (i > 0) tkvi_print(o, ", ");
+}
+
+/* One value of each layer that has a cache of its own, null of the others. */
+typedef void (*tkvi_layer_writer)(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which);
+
+static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name, tkvi_layer_writer write,
+                              int seq, int which) {
+    int layer;
+    tkvi_print(o, ", \"");
+    tkvi_print(o, name);
+    tkvi_print(o, "\": [");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_print_comma(o, layer);
+        if (tkvi_stored_layer(kv, 0, layer) != layer) tkvi_print(o, "null");
+        else write(o, kv, seq, layer, which);
+    }
+    tkvi_print(o, "]");
+}
+
+static const char *const tkvi_tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
+
+static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
+    tkv_pair p = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
+    (void)seq;
+    (void)tkv_tier_pair(kv, layer, (tkv_tier)tier, &p);
+    tkvi_print_pair(o, p);
+}
+
+/* Tokens of a tier, or, with TKV_TIER_COUNT, those that are gone. */
+static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
+    tkv_tier_info info;
+    memset(&info, 0, sizeof info);
+    (void)tkv_tier_counts(kv, seq, layer, &info);
+    tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.dropped : info.tokens[tier]);
+}
+
+static void tkvi_print_layer_len(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int which) {
+    (void)which;
+    tkvi_print_int(o, tkv_layer_len(kv, seq, layer));
+}
+
+static void tkvi_print_sequences(tkvi_out *o, const tkv_cache *kv) {
+    int seq, tier, any = 0;
+    tkvi_print(o, ",\n  \"lengths\": [");
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
+        if (!tkvi_seq_most(kv, seq)) continue;
+        tkvi_print(o, any++ ? ",\n    {\"seq\": " : "\n    {\"seq\": ");
+        tkvi_print_int(o, seq);
+        tkvi_print(o, ", \"tokens\": ");
+        tkvi_print_int(o, tkv_seq_len(kv, seq));
+        tkvi_print_layers(o, kv, "len", tkvi_print_layer_len, seq, 0);
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+            tkvi_print_layers(o, kv, tkvi_tier_names[tier], tkvi_print_layer_tokens, seq, tier);
+        tkvi_print_layers(o, kv, "dropped", tkvi_print_layer_tokens, seq, TKV_TIER_COUNT);
+        tkvi_print(o, "}");
+    }
+    tkvi_print(o, any ? "\n  ]" : "]");
+}
+
+static void tkvi_print_section(tkvi_out *o, const tkvi_figures *f, int section) {
+    int i, any = 0;
+    tkvi_print(o, ",\n  \"");
+    tkvi_print(o, tkvi_section_names[section]);
+    tkvi_print(o, f->has[section] ? "\": {" : "\": null");
+    for (i = 0; f->has[section] && i < TKVI_FIGURES; i++) {
+        if (tkvi_figure_rows[i].section != section) continue;
+        tkvi_print(o, any++ ? ", \"" : "\"");
+        tkvi_print(o, tkvi_figure_rows[i].name);
+        tkvi_print(o, "\": ");
+        tkvi_print_figure(o, f, &tkvi_figure_rows[i]);
+    }
+    if (f->has[section]) tkvi_print(o, "}");
+}
+
+static void tkvi_write_state(tkvi_out *o, const void *what) {
+    const tkvi_figures *f = (const tkvi_figures *)what;
+    const tkv_cache *kv = f->kv;
+    int i;
+    o->json = 2;
+    tkvi_print(o, "{\n  \"version\": \"" TKV_VERSION_STRING "\",\n  \"isa\": \"");
+    tkvi_print(o, tkv_isa_name(tkv_isa_of(kv)));
+    tkvi_print(o, "\",\n  \"config\": ");
+    tkvi_write_config(o, &kv->tables.cfg);
+    tkvi_print(o, ",\n  \"formats\": {\"calibrated_layers\": ");
+    tkvi_print_int(o, tkv_calibrated_layers(kv));
+    for (i = 0; i < TKV_TIER_COUNT; i++)
+        tkvi_print_layers(o, kv, tkvi_tier_names[i], tkvi_print_layer_pair, 0, i);
+    tkvi_print(o, "}");
+    tkvi_print_sequences(o, kv);
+    for (i = 0; i < TKVI_SECTIONS; i++) tkvi_print_section(o, f, i);
+    tkvi_print(o, "\n}\n");
+}
+
+TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed) {
+    tkvi_figures f;
+    const tkv_status st = tkvi_figures_of(kv, &f);
+    return st ? st : tkvi_write_text(tkvi_write_state, &f, buf, size, needed);
+}
+
+/* >>Prometheus */
+static int tkvi_label_char(char c, int first) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || (!first && c >= '0' && c <= '9');
+}
+
+/* A name of the caller's that a line can have: not ours, not Prometheus' own. */
+static int tkvi_label_free(tkvi_span name) {
+    static const char *const taken[] = {"part", "tier", "version", "isa"};
+    size_t i;
+    for (i = 0; i < sizeof taken / sizeof *taken; i++)
+        if (tkvi_span_is(name, taken[i])) return 0;
+    return name.n > 0 && !(name.n > 1 && name.at[0] == '_' && name.at[1] == '_');
+}
+
+/* `a=x,b=y` as `a="x",b="y"`; 0: they are no labels. */
+static int tkvi_print_labels(tkvi_out *o, const char *labels) {
+    const char *s, *t;
+    for (s = labels; s && *s;) {
+        tkvi_span name;
+        name.at = s;
+        for (; tkvi_label_char(*s, s == name.at);) s++;
+        name.n = (size_t)(s - name.at);
+        if (*s++ != '=' || !tkvi_label_free(name)) return 0;
+        for (t = labels; t < name.at; t++) /* not a second time */
+            if ((t == labels || t[-1] == ',') && memcmp(t, name.at, name.n + 1) == 0) return 0;
+        if (name.at != labels) tkvi_print(o, ",");
+        tkvi_print_bytes(o, name.at, name.n);
+        tkvi_print(o, "=\"");
+        for (; *s && *s != ','; s++) {
+            if (*s == '\\' && !*++s) return 0;
+            if (*s == '\\' || *s == '"') tkvi_print(o, "\\");
+            if (*s == '\n') tkvi_print(o, "\\n");
+            else tkvi_print_bytes(o, s, 1);
+        }
+        tkvi_print(o, "\"");
+        if (*s == ',' && !*++s) return 0;
+    }
+    return 1;
+}
+
+static void tkvi_print_head(tkvi_out *o, const char *metric, const char *help) {
+    const size_t n = strlen(metric), end = sizeof "_total" - 1;
+    const int counter = n > end && strcmp(metric + n - end, "_total") == 0;
+    tkvi_print(o, "# HELP ");
+    tkvi_print(o, metric);
+    tkvi_print(o, " ");
+    tkvi_print(o, help);
+    tkvi_print(o, "\n# TYPE ");
+    tkvi_print(o, metric);
+    tkvi_print(o, counter ? " counter\n" : " gauge\n");
+}
+
+/* The name of a line, and its labels. */
+static void tkvi_print_metric(tkvi_out *o, const tkvi_figures *f, const char *metric, const char *labels) {
+    const int own = labels != NULL, more = f->labels && *f->labels;
+    tkvi_print(o, metric);
+    if (own || more) tkvi_print(o, "{");
+    if (own) tkvi_print(o, labels);
+    if (own && more) tkvi_print(o, ",");
+    if (!tkvi_print_labels(o, f->labels)) o->bad = TKV_ERR_ARG;
+    if (own || more) tkvi_print(o, "}");
+    tkvi_print(o, " ");
+}
+
+static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
+    const tkvi_figures *f = (const tkvi_figures *)what;
+    char about[64];
+    tkvi_text t = tkvi_text_begin(about, sizeof about);
+    int i;
+    tkvi_say(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
+    tkvi_say(&t, tkv_isa_name(tkv_isa_of(f->kv)));
+    tkvi_say(&t, "\"");
+    tkvi_print_head(o, "tkv_info", "What the cache runs on.");
+    tkvi_print_metric(o, f, "tkv_info", about);
+    tkvi_print(o, "1\n");
+    for (i = 0; i < TKVI_FIGURES; i++) {
+        const tkvi_figure *row = &tkvi_figure_rows[i];
+        if (!row->metric || !f->has[row->section]) continue;
+        if (row->help) tkvi_print_head(o, row->metric, row->help);
+        tkvi_print_metric(o, f, row->metric, row->labels);
+        tkvi_print_figure(o, f, row);
+        tkvi_print(o, "\n");
+    }
+}
+
+TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
+                                         size_t *needed) {
+    tkvi_figures f;
+    const tkv_status st = tkvi_figures_of(kv, &f);
+    f.labels = labels;
+    return st ? st : tkvi_write_text(tkvi_write_prometheus, &f, buf, size, needed);
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_STATE_H */
 /* ======== end.h ======== */
 /*
  * end.h - the last part: internal macros that would leak into the program that includes the implementation

@@ -54,7 +54,9 @@
 #define tkv_check TKV_NAME_(tkv_check)
 #define tkv_commit TKV_NAME_(tkv_commit)
 #define tkv_config_default TKV_NAME_(tkv_config_default)
+#define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
+#define tkv_config_print TKV_NAME_(tkv_config_print)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
@@ -71,6 +73,7 @@
 #define tkv_format_bits TKV_NAME_(tkv_format_bits)
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
 #define tkv_format_name TKV_NAME_(tkv_format_name)
+#define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
 #define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
 #define tkv_isa_available TKV_NAME_(tkv_isa_available)
 #define tkv_isa_name TKV_NAME_(tkv_isa_name)
@@ -85,6 +88,8 @@
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
+#define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
+#define tkv_policy_print TKV_NAME_(tkv_policy_print)
 #define tkv_policy_profile TKV_NAME_(tkv_policy_profile)
 #define tkv_policy_read TKV_NAME_(tkv_policy_read)
 #define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
@@ -104,6 +109,7 @@
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
+#define tkv_state_json TKV_NAME_(tkv_state_json)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
 #define tkv_thresholds_find TKV_NAME_(tkv_thresholds_find)
@@ -114,6 +120,7 @@
 #define tkv_thresholds_save TKV_NAME_(tkv_thresholds_save)
 #define tkv_thresholds_transfer TKV_NAME_(tkv_thresholds_transfer)
 #define tkv_tier_counts TKV_NAME_(tkv_tier_counts)
+#define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
@@ -892,6 +899,65 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
                               size_t size);
 TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                               ptrdiff_t stride);
+
+/* >>ages and presets. The tier that a token of this age is due for, by the lengths of cfg (NULL: the defaults): hot
+ * below hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. A pure function: blocks move
+ * whole and before an append, so a token of a cache can be some 64 ages late (tkv_tier_of), and sinks stay. */
+TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
+/* More plans for tkv_config_preset, of other designs, by their names. Hot and warm tokens and bits are theirs, keys
+ * coded as KIVI's and SQuat's papers have them; all other fields of theirs are not ours to set or not mapped:
+ *   adr               64 + 448, KIVI4, then as "by-context" (RuvLLM's ADR-004; its quality target: not mapped)
+ *   small             32 + 224, KIVI4, KIVI2
+ *   long_context      64 + 960, KIVI4, KIVI2
+ *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization: not mapped)
+ *   extreme_context   256 + 1792, KIVI4, KVQUANT3 (give it cfg.rope; rematerialization: not mapped)
+ *   memory_optimized  32 + 224, KIVI4, KIVI2 (lengths stay as they are in both)
+ *   akv               1024 + 2048, KIVI4, KIVI2 (akv-cache; its importance, promotion and host memory: not mapped)
+ *   akv_quality       2048 + 2048, KIVI4, KIVI2 ("quality" is a plan of this library)
+ *   aggressive        512 + 4096, KIVI2, KIVI2 (of pressure, there is tkv_policy_profile)
+ *   k4v4 k3v3 k2v2    256, 128, 64 exact, then 4, 3, 2 bits (akv's AKVCache: quality, balanced, compact; its
+ *                     Hadamard rotation and protected layers: not mapped)
+ *   k4v3 k4v2         128 exact, then keys in 4 bits, values in 3, 2 (the same) */
+
+/* >>texts. A config as lines `key = value` with comments from # on, or as one flat object of JSON (a text that begins
+ * with a brace). Keys are the names of the fields: n_layers, rope.dim, layers[3].window (of layers 0 to 5:
+ * layers[0-5].window). Lengths can be none and all, switches false and true, formats a30/r20 or, for both sides, one
+ * name; bits are names with + between them, as fit = clip+norm. `preset` is a name for tkv_config_preset: it counts
+ * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out. */
+/* Memory of the caller's for what a config points to; it must live as long as that is used. */
+typedef struct tkv_config_room {
+    tkv_layer_config *layers;
+    int n_layers; /* room of layers: as many as the config has */
+    float *frequencies;
+    int n_frequencies; /* of rope.frequencies: rope.dim / 2 */
+} tkv_config_room;
+/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers,
+ * which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key twice, no
+ * room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they were.
+ * Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size);
+/* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
+ * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL asks
+ * for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no such
+ * format). */
+TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+/* The same of a policy: threshold (a list), hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile)
+ * in the place of `preset`. */
+TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
+                                    size_t reason_size);
+TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
+                                    size_t *needed);
+/* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
+ * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
+ * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
+ * and needed as in tkv_config_print. O(blocks), twice. */
+TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
+/* The same figures in Prometheus' text format, version 0.0.4. labels (NULL: none) go to every line: name=value,
+ * name=value; values are UTF-8, escaped here, a comma or backslash in one stands after a backslash. TKV_ERR_ARG: bad
+ * labels (part, tier, version and isa are taken). */
+TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels, char *buf, size_t size,
+                                         size_t *needed);
 
 #ifdef __cplusplus
 }

@@ -35,6 +35,7 @@
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.allocator or tkv_init_in_place only
  *   TKV_NO_SIMD              implementation     the scalar kernels only
  *   TKV_NO_AVX512            implementation     leaves those kernels out
+ *   TKV_NO_REPORTS           implementation     no texts: configs as text, state as JSON, Prometheus
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences

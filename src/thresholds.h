@@ -334,7 +334,7 @@ static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
 }
 
 /* Digits, at most `high`, no zero before them; or -1. */
-static int tkvi_digits(const char *s, int high) {
+static int tkvi_scan_digits(const char *s, int high) {
     int64_t n = 0;
     int i;
     for (i = 0; s[i] >= '0' && s[i] <= '9' && i < 10; i++) n = n * 10 + (s[i] - '0');
@@ -346,7 +346,7 @@ static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x
     if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
     if (strcmp(word, "none") == 0) *x = TKV_NONE;
     else if (strcmp(word, "all") == 0) *x = TKV_ALL;
-    else if ((*x = tkvi_digits(word, d->high)) < 0) return 0;
+    else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
     return tkvi_number_valid(d, *x);
 }
 

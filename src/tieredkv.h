@@ -63,6 +63,9 @@ extern "C" {
 #include "attend.h"
 #include "reference.h"
 #include "report.h"
+#include "decimal.h"
+#include "text.h"
+#include "state.h"
 #include "end.h"
 #ifdef __cplusplus
 }

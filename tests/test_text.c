@@ -1,0 +1,1005 @@
+/*
+ * test_text.c - configs as text and JSON, there and back; what any bytes do to the parser; state as JSON, figures for
+ * Prometheus (test_text.py reads those with other people's parsers); presets and ages.
+ *
+ * It brings the library, scalar kernels only, so that tables of rows can be made here that the library has no field for.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#define TKV_NO_SIMD
+#include "kit.h"
+
+enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
+
+static tkv_layer_config layer_room[ROOM];
+static float frequency_room[TKV_MAX_HEAD_DIM / 2];
+static const tkv_config_room room = {layer_room, ROOM, frequency_room, COUNT(frequency_room)};
+
+static tkv_status parse(tkv_config *cfg, const char *text, char *reason) {
+    return tkv_config_parse(cfg, &room, text, strlen(text), reason, REASON);
+}
+
+/* >>floats */
+/* By bits: -Ofast flushes the smallest floats to zero where it calculates with them. */
+static int reads(const char *s, float want) {
+    float x = -1;
+    return tkvi_float_read(s, strlen(s), &x) && memcmp(&x, &want, sizeof x) == 0;
+}
+
+TEST(floats_read) {
+    static const char *const none[] = {"",     "-",     "+",   ".",   "e5",    "1e",   "1e+",
+                                       "1e5x", "1.2.3", "--1", "0x1", "nan",   "inf",  "1,5",
+                                       "4e38", "1 ",    " 1",  "1_0", "1e999", "-4e38"};
+    float x = 7;
+    size_t i;
+    CHECK(reads("0", 0));
+    CHECK(reads("-1.5", -1.5f));
+    CHECK(reads("+.5", .5f));
+    CHECK(reads("5.", 5));
+    CHECK(reads("10000", 10000));
+    CHECK(reads("1e4", 10000));
+    CHECK(reads("1000000000000000000000000000e-25", 100));
+    CHECK(reads("0.00000000000000000000000000001E29", 1));
+    CHECK(reads("0.1", .1f));
+    CHECK(reads("3.4028235e38", tkv_test_float(0x7f7fffffu)));
+    CHECK(reads("1.4e-45", tkv_test_float(1)));
+    CHECK(reads("0.7e-45", 0)); /* less than half of the smallest */
+    CHECK(reads("0.8e-45", tkv_test_float(1)));
+    CHECK(reads("1e-9999", 0));
+    CHECK(reads("0e9999", 0));
+    CHECK(reads("16777217", 16777216)); /* a tie: to the even one */
+    CHECK(reads("16777219", 16777220));
+    CHECK(reads("16777217.0000001", 16777218));
+    CHECK(reads("16777218.9999999", 16777218));
+    for (i = 0; i < sizeof none / sizeof *none; i++)
+        CHECK_MSG(!tkvi_float_read(none[i], strlen(none[i]), &x), "%s", none[i]);
+    CHECK_EQ((int)x, 7);
+}
+
+TEST(floats_round_trip) {
+    static const struct {
+        uint32_t bits;
+        const char *text;
+    } known[] = {{0, "0"},
+                 {0x80000000u, "-0"},
+                 {0x3f800000u, "1"},
+                 {0xbf800000u, "-1"},
+                 {0x3d4ccccdu, "0.05"},
+                 {0x3dcccccdu, "0.1"},
+                 {0x461c4000u, "10000"},
+                 {0x48f42400u, "500000"},
+                 {0x7f7fffffu, "3.4028235e38"},
+                 {1, "1e-45"},
+                 {0x00800000u, "1.1754944e-38"},
+                 {0x4e6e6b28u, "1e9"},
+                 {0x4b800000u, "16777216"},
+                 {0x4d800000u, "268435460"},
+                 {0x3a83126fu, "0.001"},
+                 {0x38d1b717u, "0.0001"},
+                 {0x3727c5acu, "1e-5"}};
+    char text[TKVI_FLOAT_TEXT];
+    tkv_rng r = tkv_rng_seed(1);
+    int i;
+    for (i = 0; i < COUNT(known); i++) {
+        tkvi_float_write(tkv_test_float(known[i].bits), text);
+        CHECK_STR(text, known[i].text);
+    }
+    for (i = 0; i < (tkv_test_quick() ? 500 : 5000); i++) {
+        const float x = tkv_test_float((uint32_t)tkv_rng_u64(&r));
+        float y = 0;
+        if (!tkv_test_is_finite((double)x)) continue;
+        tkvi_float_write(x, text);
+        CHECK_MSG(tkvi_float_read(text, strlen(text), &y) && memcmp(&x, &y, sizeof x) == 0, "%s", text);
+    }
+}
+
+/* >>reading */
+static const char sample[] = "# a model\n"
+                             "n_layers = 6   # of them\n"
+                             "n_heads=8\n"
+                             "  n_kv_heads =\t2\r\n"
+                             "head_dim = 64\n"
+                             "\n"
+                             "scale = 0.125\n"
+                             "max_tokens = 4096\n"
+                             "hot_tokens = all\n"
+                             "sink_tokens = none\n"
+                             "archive = a25/r20\n"
+                             "warm = \"kivi4\"\n"
+                             "fit = clip + norm\n"
+                             "rotate = v\n"
+                             "kvquant = post-rope+dense\n"
+                             "center_k = true\n"
+                             "nonfinite = saturate\n"
+                             "isa = scalar\n"
+                             "rope.dim = 8\n"
+                             "rope.frequencies = [1, 0.5,\n 0.25, 1e-3] # four\n"
+                             "layers[0].share_kv = 0\n"
+                             "layers[1-4].window = 1024\n"
+                             "layers[5].archive = kivi2/default\n"
+                             "layers[5].no_cache = false";
+
+static const char sample_json[] =
+    "{\n"
+    "  \"n_layers\": 6, \"n_heads\": 8,\n"
+    "  \"n_kv_heads\": 2, # comments are taken here, too\n"
+    "  \"head_dim\" : 64, \"scale\": 1.25e-1, \"max_tokens\": 4096,\n"
+    "  \"hot_tokens\": \"all\", \"sink_tokens\": -1,\n"
+    "  \"archive\": \"a25/r20\", \"warm\": \"kivi4/kivi4\",\n"
+    "  \"fit\": \"norm+clip\", \"rotate\": \"v\", \"kvquant\": \"dense+post-rope\",\n"
+    "  \"center_k\": 1, \"nonfinite\": \"saturate\", \"isa\": 1,\n"
+    "  \"rope.dim\": 8, \"rope.frequencies\": [1, 0.5, 0.25,\n 0.001],\n"
+    "  \"layers[1-4].window\": 1024,\n"
+    "  \"layers[5].archive\": \"kivi2/default\"\n"
+    "}\n";
+
+static void check_sample(const tkv_config *c) {
+    int i;
+    CHECK_EQ(c->n_layers, 6);
+    CHECK_EQ(c->n_heads, 8);
+    CHECK_EQ(c->n_kv_heads, 2);
+    CHECK_EQ(c->head_dim, 64);
+    CHECK_NEAR(c->scale, .125, 0);
+    CHECK_EQ(c->max_tokens, 4096);
+    CHECK_EQ(c->hot_tokens, TKV_ALL);
+    CHECK_EQ(c->sink_tokens, TKV_NONE);
+    CHECK_EQ(c->archive.k, TKV_A25);
+    CHECK_EQ(c->archive.v, TKV_R20);
+    CHECK_EQ(c->warm.k, TKV_KIVI4);
+    CHECK_EQ(c->warm.v, TKV_KIVI4);
+    CHECK_EQ(c->fit, TKV_FIT_CLIP | TKV_FIT_NORM);
+    CHECK_EQ(c->rotate, TKV_ROTATE_V);
+    CHECK_EQ(c->kvquant, TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_DENSE);
+    CHECK_EQ(c->center_k, 1);
+    CHECK_EQ(c->nonfinite, TKV_NONFINITE_SATURATE);
+    CHECK_EQ(c->isa, TKV_ISA_SCALAR);
+    CHECK_EQ(c->rope.dim, 8);
+    REQUIRE(c->rope.frequencies == frequency_room);
+    CHECK_NEAR(frequency_room[2], .25, 0);
+    CHECK_NEAR(frequency_room[3], 1e-3f, 0);
+    REQUIRE(c->layers == layer_room);
+    for (i = 0; i < 6; i++) CHECK_EQ(layer_room[i].window, i >= 1 && i <= 4 ? 1024 : 0);
+    CHECK_EQ(layer_room[5].archive.k, TKV_KIVI2);
+    CHECK_EQ(layer_room[5].archive.v, TKV_FORMAT_DEFAULT);
+}
+
+TEST(both_syntaxes) {
+    char reason[REASON];
+    const char *const texts[] = {sample, sample_json};
+    int i;
+    for (i = 0; i < 2; i++) {
+        tkv_config cfg = tkv_config_default();
+        memset(layer_room, 0xff, sizeof layer_room);
+        cfg.warm_tokens = 77; /* stays */
+        CHECK_MSG(parse(&cfg, texts[i], reason) == TKV_OK, "%s", reason);
+        CHECK_STR(reason, "");
+        check_sample(&cfg);
+        CHECK_EQ(cfg.warm_tokens, 77);
+        cfg.warm_tokens = 0;
+        CHECK_MSG(tkv_config_validate(&cfg, reason, REASON) == TKV_OK, "%s", reason);
+    }
+}
+
+TEST(nothing_is_something) {
+    static const char *const texts[] = {
+        "",
+        "\n\n",
+        "fit = none\nisa = auto\nhot = default\ncenter_k = false\nscale = 0\n",
+        "# nothing",
+        "{}",
+        "  # a\n {  } # b\n",
+        "\xef\xbb\xbf{}",
+        "\xef\xbb\xbf# a"};
+    int i;
+    for (i = 0; i < COUNT(texts); i++) {
+        tkv_config cfg = tkv_config_default(), same = cfg;
+        CHECK_EQ(tkv_config_parse(&cfg, NULL, texts[i], strlen(texts[i]), NULL, 0), TKV_OK);
+        CHECK_MEM(&cfg, &same, sizeof cfg);
+    }
+}
+
+TEST(presets_come_first) {
+    tkv_config cfg = tkv_config_default(), named;
+    char reason[REASON];
+    CHECK_EQ(parse(&cfg, "archive = q8\nhot_tokens = 32\npreset = by-context\nmax_tokens = 4096\n", reason),
+             TKV_OK);
+    CHECK_EQ(cfg.archive.k, TKV_Q8); /* what is said, whatever the order */
+    CHECK_EQ(cfg.hot_tokens, 32);
+    CHECK_EQ(cfg.warm.k, TKV_KIVI4);
+    CHECK_EQ(cfg.max_tokens, 4096);
+    cfg = tkv_config_default();
+    CHECK_EQ(parse(&cfg, "{\"preset\": \"adr\", \"max_tokens\": 4096}", reason), TKV_OK);
+    named = tkv_config_default();
+    named.max_tokens = 4096;
+    CHECK_EQ(tkv_config_preset(&named, "adr"), TKV_OK);
+    CHECK_MEM(&cfg, &named, sizeof cfg);
+    CHECK_EQ(cfg.archive.k, TKV_SQUAT2); /* below 8K: max_tokens was seen before the preset */
+}
+
+TEST(mistakes) {
+    static const char *const cases[][2] = {
+        {"n_layers = 2\nhot_tokenz = 3", "line 2: hot_tokenz is no key; the nearest one is hot_tokens"},
+        {"colour = red", "line 1: colour is no key; keys are the fields of the config"},
+        {"\n\nrope_dim = 3", "line 3: rope_dim is no key; the nearest one is rope.dim"},
+        {"layer[3].window = 3",
+         "line 1: layer[3].window is no key; the nearest one is layers[i] or [i-j], up to 4095"},
+        {"layers[4096].window = 3", "line 1: layers[4096].window is no key"},
+        {"layers[3-1].window = 3", "is no key"},
+        {"layers[].window = 3", "is no key"},
+        {"layers[1]window = 3", "is no key"},
+        {"layers[1-].window = 3", "is no key"},
+        {"layers[99999999999999999999].window = 3", "is no key"},
+        {"layers = 3", "is no key"},
+        {"start_canary = 3", "is no key"},
+        {"allocator = 3", "is no key"},
+        {"n_layers = two", "line 1: n_layers is two; it must be a whole number"},
+        {"n_layers = 2.5", "n_layers is 2.5; it must be a whole number"},
+        {"n_layers = 2147483648", "it must be a whole number"},
+        {"n_layers = 99999999999999999999999", "it must be a whole number"},
+        {"n_layers =", "line 1: n_layers has no value; it must be a whole number"},
+        {"hot_tokens = some", "it must be a whole number or none, all"},
+        {"center_k = yes", "it must be a whole number or false, true"},
+        {"scale = 1e40", "line 1: scale is 1e40; it must be a number"},
+        {"scale = nan", "it must be a number"},
+        {"archive = kivi9", "archive is kivi9; it must be formats of K and V, such as a30/r20"},
+        {"archive = kivi4/", "it must be formats"},
+        {"archive = a30/r20/r20", "it must be formats"},
+        {"archive = 7", "it must be formats"},
+        {"fit = clip+", "it must be names joined by +: clip, norm, unbiased"},
+        {"fit = clip+clip", "it must be names joined by +"},
+        {"fit = none+clip", "it must be names joined by +"},
+        {"fit = 3", "it must be names joined by +"},
+        {"preset = best", "preset is best; it must be the name of a preset"},
+        {"n_layers = 2\n\nn_layers = 2", "line 3: n_layers is there for the second time"},
+        {"n_layers = 8\nlayers[0-3].window = 1\nlayers[3].window = 2",
+         "line 3: layers[3].window is there for the second time"},
+        {"n_layers = 2\nlayers[3].window = 1\nlayers[0].window = 1",
+         "line 2: n_layers is 2; it must be 4 or more, by the highest"},
+        {"layers[0].window = 1", "line 1: n_layers is 0; it must be 1 or more"},
+        {"n_layers = 9\nlayers[0].window = 1",
+         "line 2: the program's room for layers is 8; it must be 9 or more"},
+        {"rope.dim = 8\nrope.frequencies = 1, 2, 3", "line 2: rope.dim is 8; it must be 6, two for each"},
+        {"rope.frequencies = ", "it must be rope.dim / 2 numbers"},
+        {"rope.frequencies = 1, two", "it must be rope.dim / 2 numbers"},
+        {"rope.frequencies = 1,", "it must be rope.dim / 2 numbers"},
+        {"rope.frequencies = ,1", "it must be rope.dim / 2 numbers"},
+        {"n_layers 3", "line 1: there is no =; write key = value"},
+        {"n_layers\n= 3", "line 1: there is no ="},
+        {"= 3", "is no key"},
+        {"n_layers = \"3\" 4", "line 1: something follows the value"},
+        {"n_layers = \"3", "line 1: a \" is missing"},
+        {"scale = [3", "a ] is missing"},
+        {"scale = {3", "an object in an object"},
+        {"{", "a key in quotes is missing"},
+        {"{\n\n\"n_layers\" 3}", "line 3: a : is missing after the key"},
+        {"{\"n_layers\": 3 \"n_heads\": 3}", "it must be a whole number"},
+        {"{\"n_layers\": 3\n \"n_heads\": 3}", "line 2: a , or a } is missing"},
+        {"{\"n_layers\": 3", "a , or a } is missing"},
+        {"{\"n_layers\": 3,", "a key in quotes is missing"},
+        {"{\"n_layers\": 3,}", "a key in quotes is missing"},
+        {"{n_layers: 3}", "a key in quotes is missing"},
+        {"{\"n_layers\": 3} more", "something follows the object"},
+        {"{\"rope\": {\"dim\": 3}}", "write \"rope.dim\": 64 instead"},
+        {"{\"n_layers\": null}", "n_layers is null; it must be a whole number"},
+        {"{\"n_\\u006cayers\": 3}", "there is a backslash"},
+        {"{\"scale\": [[1]]}", "it must be a number"},
+        {"\x01\x02 = 3", "line 1: ?? is no key"},
+        {"a_key_that_is_longer_than_what_a_person_would_want_to_read_in_a_message = 3",
+         "a_key_that_is_longer_than_what_a_person_... is no key"},
+    };
+    static const char layered[] = "n_layers = 1\nlayers[0].window = 1";
+    tkv_config cfg, same;
+    tkv_layer_config rooms[ROOM];
+    char reason[REASON];
+    int i;
+    memset(layer_room, 0x55, sizeof layer_room);
+    memcpy(rooms, layer_room, sizeof rooms);
+    memset(frequency_room, 0x55, sizeof frequency_room);
+    memset(&cfg, 0x11, sizeof cfg);
+    cfg.n_layers = cfg.rope.dim = 0;
+    same = cfg;
+    for (i = 0; i < COUNT(cases); i++) {
+        const tkv_status st = parse(&cfg, cases[i][0], reason);
+        CHECK_MSG(st == TKV_ERR_CONFIG && strstr(reason, cases[i][1]), "%s: %s", cases[i][0], reason);
+        CHECK_EQ(parse(&cfg, cases[i][0], NULL), TKV_ERR_CONFIG);
+    }
+    CHECK_MEM(&cfg, &same, sizeof cfg);
+    CHECK_MEM(rooms, layer_room, sizeof rooms);
+    CHECK_EQ(((const uint8_t *)frequency_room)[0], 0x55);
+    cfg = tkv_config_default();
+    CHECK_EQ(tkv_config_parse(&cfg, NULL, sample, strlen(sample), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 20: the program's room for rope.frequencies is 0; it must be 4"), "%s",
+              reason);
+    CHECK_EQ(tkv_config_parse(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: the program's room for layers is 0; it must be 1 or more"), "%s",
+              reason);
+    CHECK_EQ(tkv_config_parse(NULL, &room, "", 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_config_parse(&cfg, &room, NULL, 0, reason, REASON), TKV_ERR_ARG);
+    cfg.layers = rooms; /* a text cannot make the program's own arrays longer */
+    cfg.rope.frequencies = frequency_room;
+    cfg.n_layers = cfg.rope.dim = 4;
+    CHECK_EQ(parse(&cfg, "n_layers = 3\nrope.dim = 2", reason), TKV_OK);
+    CHECK_EQ(parse(&cfg, "n_heads = 1\nn_layers = 4", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: n_layers is 4; it must be 3 or less"), "%s", reason);
+    CHECK_EQ(parse(&cfg, "rope.base = 5\nrope.scale = 1\nrope.dim = 4", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 3: rope.dim is 4; it must be 2 or less"), "%s", reason);
+    CHECK_EQ(parse(&cfg, "n_layers = 4\nrope.dim = 4\nlayers[3].window = 2\nrope.frequencies = 1, 1", reason),
+             TKV_OK);
+    CHECK(cfg.layers == layer_room);
+    memset(reason, 'x', sizeof reason); /* cut to the room there is */
+    CHECK_EQ(tkv_config_parse(&cfg, &room, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "line");
+    CHECK_EQ(reason[5], 'x');
+    CHECK_EQ(tkv_config_parse(&cfg, &room, "x = 1", 5, reason, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(reason[0], 'l');
+}
+
+/* >>there and back */
+static int one_of(tkv_rng *r, const int *x, int n) { return x[tkv_rng_below(r, n)]; }
+#define ONE_OF(r, list) one_of(r, list, COUNT(list))
+
+static tkv_pair random_pair(tkv_rng *r, int exact) {
+    static const tkv_format hot[] = {TKV_FORMAT_DEFAULT, TKV_F32, TKV_F16, TKV_BF16};
+    static const tkv_format k[] = {TKV_FORMAT_DEFAULT, TKV_Q8,    TKV_KIVI2, TKV_A175, TKV_A40,
+                                   TKV_INT4,           TKV_SQUAT2};
+    static const tkv_format v[] = {TKV_FORMAT_DEFAULT, TKV_Q8, TKV_KIVI3, TKV_R10, TKV_R40, TKV_FP4,
+                                   TKV_KVQUANT3};
+    if (exact) return pair_of(hot[tkv_rng_below(r, COUNT(hot))], hot[tkv_rng_below(r, COUNT(hot))]);
+    return pair_of(k[tkv_rng_below(r, COUNT(k))], v[tkv_rng_below(r, COUNT(v))]);
+}
+
+/* Any float at all that is positive; half of them short. */
+static float random_float(tkv_rng *r, double low, double high) {
+    const float x = (float)(low + (high - low) * tkv_rng_uniform(r));
+    return tkv_rng_below(r, 2) ? x : (float)((int)(x * 100.0f) / 100.0);
+}
+
+static const int lengths[] = {0, 0, 1, 17, 64, 100000, TKV_NONE, TKV_ALL};
+static const int sinks[] = {0, 0, 1, 64, TKV_NONE};
+static const int windows[] = {0, 0, 1, 4096, TKV_NONE};
+
+static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, float *frequencies) {
+    static const int few[] = {0, 1, 3}, groups[] = {0, 32, 64}, units[] = {0, 4, 16}, squats[] = {0, 16, 64};
+    static const int fits[] = {0, 1, 2, 3, 4, 5}, isas[] = {0, 1}, tokens[] = {0, 128, 5000},
+                     dims[] = {0, 2, 16};
+    int i;
+    memset(c, 0, sizeof *c);
+    memset(layers, 0, ROOM * sizeof *layers);
+    c->n_layers = 1 + tkv_rng_below(r, ROOM);
+    c->n_kv_heads = ONE_OF(r, few);
+    c->n_heads = (c->n_kv_heads ? c->n_kv_heads : 1) * (1 + tkv_rng_below(r, 9));
+    c->head_dim = 16 + tkv_rng_below(r, 200);
+    c->v_head_dim = tkv_rng_below(r, 2) * (1 + tkv_rng_below(r, 200));
+    c->scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 3);
+    c->max_seqs = ONE_OF(r, few);
+    c->max_tokens = ONE_OF(r, tokens);
+    c->max_append = ONE_OF(r, few);
+    c->sink_tokens = ONE_OF(r, sinks);
+    c->hot_tokens = ONE_OF(r, lengths);
+    c->warm_tokens = ONE_OF(r, lengths);
+    c->window = ONE_OF(r, windows);
+    c->hot = random_pair(r, 1);
+    c->warm = random_pair(r, 0);
+    c->archive = random_pair(r, 0);
+    c->group_size = ONE_OF(r, groups);
+    c->allocation_unit = ONE_OF(r, units);
+    c->fit = ONE_OF(r, fits);
+    c->rotate = tkv_rng_below(r, 4);
+    c->center_k = tkv_rng_below(r, 2);
+    c->squat_block = ONE_OF(r, squats);
+    c->subspaces = tkv_rng_below(r, 17);
+    c->kvquant = tkv_rng_below(r, 16);
+    c->nonfinite = (tkv_nonfinite)tkv_rng_below(r, 2);
+    c->precise = tkv_rng_below(r, 2);
+    c->isa = (tkv_isa)ONE_OF(r, isas);
+    c->quality_heads = tkv_rng_below(r, 3) * 32;
+    c->quality_tokens = ONE_OF(r, tokens);
+    c->quality_every = ONE_OF(r, few);
+    c->rope.dim = ONE_OF(r, dims);
+    c->rope.interleaved = tkv_rng_below(r, 2);
+    c->rope.base = (float)tkv_rng_below(r, 2) * (2.0f + random_float(r, 0, 1e6));
+    c->rope.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 4);
+    for (i = 0; i < c->rope.dim / 2; i++) frequencies[i] = random_float(r, 0, 1);
+    if (c->rope.dim && tkv_rng_below(r, 2)) c->rope.frequencies = frequencies;
+    if (tkv_rng_below(r, 2)) return;
+    c->layers = layers;
+    for (i = 0; i < c->n_layers; i++) {
+        tkv_layer_config *l = &layers[i];
+        if (tkv_rng_below(r, 3) == 0) continue;
+        l->sink_tokens = ONE_OF(r, sinks);
+        l->hot_tokens = ONE_OF(r, lengths);
+        l->warm_tokens = ONE_OF(r, lengths);
+        l->window = ONE_OF(r, windows);
+        l->hot = random_pair(r, 1);
+        l->archive = random_pair(r, 0);
+        l->no_cache = i > 0 && tkv_rng_below(r, 9) == 0;
+        l->share_kv = i > 0 && !l->no_cache && tkv_rng_below(r, 5) == 0;
+    }
+}
+
+/* Field by field, what is pointed to included; padding may differ. */
+static void check_same(const tkv_config *a, const tkv_config *b) {
+    static tkv_layer_config none[ROOM];
+    tkv_config x = *a, y = *b;
+    const tkv_layer_config *la = a->layers ? a->layers : none, *lb = b->layers ? b->layers : none;
+    if (a->rope.frequencies && b->rope.frequencies)
+        CHECK_MEM(a->rope.frequencies, b->rope.frequencies, (size_t)a->rope.dim / 2 * sizeof(float));
+    CHECK_EQ(!a->rope.frequencies, !b->rope.frequencies);
+    CHECK_MEM(la, lb, (size_t)a->n_layers * sizeof *la);
+    x.layers = y.layers = NULL;
+    x.rope.frequencies = y.rope.frequencies = NULL;
+    CHECK_MEM(&x, &y, sizeof x);
+}
+
+TEST(print_and_parse) {
+    static char text[TEXT], again[TEXT];
+    tkv_layer_config layers[ROOM];
+    float frequencies[TKV_MAX_HEAD_DIM / 2];
+    tkv_rng r = tkv_rng_seed(2);
+    char reason[REASON];
+    int i, json, valid = 0;
+    for (i = 0; i < (tkv_test_quick() ? 50 : 500); i++) {
+        tkv_config cfg, back;
+        size_t needed = 0, more = 0;
+        random_config(&r, &cfg, layers, frequencies);
+        if (tkv_config_validate(&cfg, reason, REASON)) continue;
+        valid++;
+        for (json = 0; json < 2; json++) {
+            CHECK_EQ(tkv_config_print(&cfg, json, text, sizeof text, &needed), TKV_OK);
+            CHECK_EQ(needed, strlen(text) + 1);
+            CHECK_EQ(text[needed - 2], '\n');
+            memset(&back, 0, sizeof back);
+            CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s\n%s", reason, text);
+            check_same(&cfg, &back);
+            CHECK_EQ(tkv_config_print(&back, json, again, sizeof again, &more), TKV_OK);
+            CHECK_STR(text, again);
+            CHECK_EQ(needed, more);
+        }
+    }
+    CHECK_LE(i / 2, valid);
+}
+
+TEST(print_refuses) {
+    char text[64], same[64];
+    tkv_config cfg = tkv_config_default();
+    tkv_layer_config layer;
+    size_t needed = 9;
+    cfg.n_layers = 4096;
+    cfg.head_dim = 8;
+    memset(text, 'x', sizeof text);
+    memcpy(same, text, sizeof text);
+    CHECK_EQ(tkv_config_print(&cfg, 0, NULL, 0, &needed), TKV_OK);
+    CHECK_EQ(needed, strlen("n_layers = 4096\nhead_dim = 8\n") + 1);
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, needed - 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, 0, NULL), TKV_ERR_ARG);
+    CHECK_MEM(text, same, sizeof text);
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, needed, NULL), TKV_OK);
+    CHECK_STR(text, "n_layers = 4096\nhead_dim = 8\n");
+    CHECK_EQ(text[needed], 'x');
+    CHECK_EQ(tkv_config_print(&cfg, 1, text, sizeof text, NULL), TKV_OK);
+    CHECK_STR(text, "{\n  \"n_layers\": 4096,\n  \"head_dim\": 8\n}\n");
+    CHECK_EQ(tkv_config_print(NULL, 0, text, sizeof text, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_config_print(&cfg, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    cfg.scale = tkv_test_float(0x7fc00000u);
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.scale = 0;
+    cfg.archive.k = TKV_FORMAT_COUNT;
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.archive.k = TKV_FORMAT_DEFAULT;
+    cfg.fit = 64;
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.fit = 0;
+    cfg.rope.dim = 1 << 20;
+    cfg.rope.frequencies = frequency_room;
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.rope.dim = 0;
+    cfg.rope.frequencies = NULL;
+    memset(&layer, 0, sizeof layer);
+    cfg.layers = &layer;
+    cfg.n_layers = 1 << 30;
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+    cfg.n_layers = -1;
+    CHECK_EQ(tkv_config_print(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
+}
+
+/* >>the table */
+/* Every byte of a struct belongs to a row, to what is no text, or is padding before something larger. */
+static void check_covered(const char *name, uint8_t *covered, size_t size, const tkvi_row *row, int n) {
+    size_t i, from;
+    int k;
+    for (k = 0; k < n; k++)
+        for (i = 0; i < row[k].size; i++) CHECK_EQ(covered[row[k].offset + i]++, 0);
+    for (i = 0; i < size;) {
+        for (from = i; i < size && !covered[i];) i++;
+        CHECK_MSG(i == from || (i - from < sizeof(void *) && i % sizeof(void *) == 0),
+                  "%s has bytes without a row at %lu", name, (unsigned long)from);
+        while (i < size && covered[i]) i++;
+    }
+}
+
+TEST(every_field_has_a_row) {
+    uint8_t covered[sizeof(tkv_config)];
+#define COVER(field) memset(covered + offsetof(tkv_config, field), 1, sizeof(((tkv_config *)0)->field))
+    memset(covered, 0, sizeof covered);
+    COVER(start_canary);
+    COVER(end_canary);
+    COVER(rope); /* these have tables of their own */
+    COVER(layers);
+    COVER(allocator);
+    COVER(parallel_for);
+    COVER(parallel_user);
+    check_covered("tkv_config", covered, sizeof(tkv_config), tkvi_config_rows, COUNT(tkvi_config_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_rope", covered, sizeof(tkv_rope), tkvi_rope_rows, COUNT(tkvi_rope_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_layer_config", covered, sizeof(tkv_layer_config), tkvi_layer_rows,
+                  COUNT(tkvi_layer_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_policy_config", covered, sizeof(tkv_policy_config), tkvi_policy_rows,
+                  COUNT(tkvi_policy_rows));
+}
+
+TEST(words_are_the_names) {
+    int i;
+    for (i = 0; i < TKV_ISA_COUNT; i++) {
+        CHECK_STR(tkvi_words_isa[i].name, tkv_isa_name((tkv_isa)i));
+        CHECK_EQ(tkvi_words_isa[i].value, i);
+    }
+    CHECK(tkvi_words_isa[i].name == NULL);
+}
+
+/* Kinds and lists that no field has yet. */
+typedef struct made_level {
+    char name[8];
+    tkv_pair warm;
+    int hot_tokens;
+} made_level;
+
+typedef struct made_up {
+    size_t bytes;
+    float list[3];
+    made_level level[4];
+    tkv_policy_config policy;
+} made_up;
+
+static const tkvi_row made_rows[] = {TKVI_ROW(made_up, bytes, TKVI_SIZE, NULL),
+                                     TKVI_ROW(made_up, list, TKVI_FLOATS, NULL)};
+static const tkvi_row made_level_rows[] = {TKVI_ROW(made_level, name, TKVI_NAME, NULL),
+                                           TKVI_ROW(made_level, warm, TKVI_PAIR, NULL),
+                                           TKVI_ROW(made_level, hot_tokens, TKVI_INT, tkvi_words_length)};
+static const tkvi_fields made_fields[] = {
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(made_rows)},
+    {"level", 4, offsetof(made_up, level), sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
+    {"policy", 0, offsetof(made_up, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)}};
+
+static tkv_status made_parse(made_up *m, const char *text, char *reason) {
+    tkvi_parser p;
+    int pass;
+    tkv_status st = TKV_OK;
+    tkvi_parse_begin(&p, made_fields, 3, m, text, strlen(text), reason, REASON);
+    for (pass = TKVI_CHECK; pass <= TKVI_TAKE && !st; pass++) st = tkvi_parse_all(&p, pass);
+    return st;
+}
+
+static void made_write(tkvi_out *o, const void *what) {
+    const made_up *m = (const made_up *)what;
+    int i;
+    tkvi_write_fields(o, &made_fields[0], 0, m);
+    for (i = 0; i < 4; i++) tkvi_write_fields(o, &made_fields[1], i, m->level);
+    tkvi_write_fields(o, &made_fields[2], 0, &m->policy);
+}
+
+TEST(new_kinds_of_fields) {
+    static const struct {
+        const char *text;
+        uint64_t bytes;
+    } sizes[] = {{"0", 0},           {"65536", 65536},     {"512K", 512 << 10}, {"512KiB", 512 << 10},
+                 {"64M", 64 << 20},  {"64 MiB", 64 << 20}, {"1G", 1 << 30},     {"1.5G", 3u << 29},
+                 {"0.25M", 1 << 18}, {"0.3333K", 341}};
+    static const char *const bad[] = {"-1",  "K",   "1KB",   "1k",  "1.5",       "1.55555K",
+                                      "1iB", "1GG", "1..5G", ".5G", "99999999T", "99999999999999999999",
+                                      "1.xG"};
+    made_up m, back;
+    char reason[REASON], text[600], line[64];
+    size_t i;
+    for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        memset(&m, 0, sizeof m);
+        snprintf(line, sizeof line, "bytes = %s", sizes[i].text);
+        CHECK_MSG(made_parse(&m, line, reason) == TKV_OK, "%s", reason);
+        CHECK_EQ(m.bytes, sizes[i].bytes);
+    }
+    for (i = 0; i < sizeof bad / sizeof *bad; i++) {
+        snprintf(line, sizeof line, "bytes = %s", bad[i]);
+        CHECK_MSG(made_parse(&m, line, reason) == TKV_ERR_CONFIG &&
+                      strstr(reason, "it must be bytes, such as"),
+                  "%s: %s", bad[i], reason);
+    }
+    memset(&m, 0, sizeof m);
+    CHECK_MSG(made_parse(&m,
+                         "bytes = 2G\nlist = 0, .5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = all\n"
+                         "level[1-3].warm = a40/r40\nlevel[3].name = q_2.5-x\npolicy.profile = aggressive\n"
+                         "policy.threshold = .6, .7, .9\npolicy.max_level = 3\n",
+                         reason) == TKV_OK,
+              "%s", reason);
+    CHECK_EQ(m.bytes, (size_t)1 << 31);
+    CHECK_NEAR(m.list[2], -2, 0);
+    CHECK_STR(m.level[0].name, "f16");
+    CHECK_EQ(m.level[0].hot_tokens, TKV_ALL);
+    CHECK_EQ(m.level[2].warm.v, TKV_R40);
+    CHECK_NEAR(m.policy.threshold[2], .9f, 0);
+    CHECK_NEAR(m.policy.alpha, .3f, 0); /* the profile's */
+    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_OK);
+    CHECK_STR(
+        text,
+        "bytes = 2147483648\nlist = 0, 0.5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = all\n"
+        "level[1].warm = a40/r40\nlevel[2].warm = a40/r40\nlevel[3].name = q_2.5-x\nlevel[3].warm = a40/r40\n"
+        "policy.threshold = 0.6, 0.7, 0.9\npolicy.hysteresis = 0.05\npolicy.alpha = 0.3\n"
+        "policy.min_level = 1\npolicy.max_level = 3\n");
+    memset(&back, 0, sizeof back);
+    CHECK_EQ(made_parse(&back, text, reason), TKV_OK);
+    CHECK_MEM(&m, &back, sizeof m);
+    CHECK_EQ(made_parse(&back, "level[4].name = x", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(made_parse(&back, "level[0].name = longname", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(made_parse(&back, "level[0].name = a\"b", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(made_parse(&back, "list = 1, 2, 3, 4", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(made_parse(&back, "list = 1,, 2", reason), TKV_ERR_CONFIG);
+    memset(m.level[0].name, 'x', sizeof m.level[0].name); /* without its zero */
+    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
+}
+
+/* >>policies */
+static tkv_status parse_policy(tkv_policy_config *cfg, const char *text, char *reason) {
+    return tkv_policy_parse(cfg, text, strlen(text), reason, REASON);
+}
+
+TEST(policies) {
+    static char text[600];
+    tkv_policy_config cfg, back, same;
+    char reason[REASON];
+    tkv_rng r = tkv_rng_seed(3);
+    int i, k, json;
+    memset(&cfg, 0, sizeof cfg);
+    CHECK_EQ(parse_policy(&cfg, "alpha = .1\nprofile = aggressive # then", reason), TKV_OK);
+    CHECK_NEAR(cfg.alpha, .1f, 0);
+    CHECK_NEAR(cfg.threshold[1], .8f, 0);
+    CHECK_EQ(cfg.min_level, 1);
+    CHECK_EQ(parse_policy(&cfg, "{\"threshold\": [0.5, 0.75], \"max_level\": \"none\"}", reason), TKV_OK);
+    CHECK_NEAR(cfg.threshold[1], .75f, 0);
+    CHECK_EQ(cfg.max_level, TKV_NONE);
+    same = cfg;
+    CHECK_EQ(parse_policy(&cfg, "profile = best", reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "line 1: profile is best; it must be the name of a profile (tkv_policy_profile)");
+    CHECK_EQ(parse_policy(&cfg, "threshold = 1,2,3,4,5,6,7,8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_policy(&cfg, "n_layers = 1", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_policy_parse(NULL, "", 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_policy_parse(&cfg, NULL, 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_policy_print(NULL, 0, text, sizeof text, NULL), TKV_ERR_ARG);
+    CHECK_MEM(&cfg, &same, sizeof cfg);
+    for (i = 0; i < 100; i++) {
+        memset(&cfg, 0, sizeof cfg);
+        for (k = 0; k < tkv_rng_below(&r, TKV_MAX_LEVELS); k++) cfg.threshold[k] = random_float(&r, .01, 1);
+        cfg.hysteresis = random_float(&r, 0, .1);
+        cfg.alpha = random_float(&r, 0, 1);
+        cfg.min_level = tkv_rng_below(&r, 3);
+        cfg.max_level = tkv_rng_below(&r, 4) - 1;
+        for (json = 0; json < 2; json++) {
+            CHECK_EQ(tkv_policy_print(&cfg, json, text, sizeof text, NULL), TKV_OK);
+            memset(&back, 0, sizeof back);
+            CHECK_MSG(parse_policy(&back, text, reason) == TKV_OK, "%s", reason);
+            CHECK_MEM(&cfg, &back, sizeof cfg);
+        }
+    }
+}
+
+/* >>any bytes */
+/* In memory of exactly its size; an error changes nothing and says where. */
+static int survives(const char *bytes, size_t n) {
+    char *text = (char *)malloc(n ? n : 1);
+    tkv_config cfg, same;
+    tkv_policy_config policy;
+    char reason[REASON];
+    tkv_status st;
+    if (!text) exit(2);
+    memcpy(text, bytes, n);
+    memset(&cfg, 0, sizeof cfg);
+    memset(&policy, 0, sizeof policy);
+    same = cfg;
+    st = tkv_config_parse(&cfg, &room, text, n, reason, REASON);
+    CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && strncmp(reason, "line ", 5) == 0));
+    if (st) CHECK_MEM(&cfg, &same, sizeof cfg);
+    else (void)tkv_config_validate(&cfg, reason, REASON);
+    (void)tkv_policy_parse(&policy, text, n, reason, REASON);
+    free(text);
+    return st == TKV_OK;
+}
+
+TEST(any_bytes) {
+    static const char pieces[][16] = {
+        "n_layers", "layers", "[",       "]",        "[0-4095]", ".",          "rope",   "dim", "scale",
+        "=",        " = ",    ":",       ",",        "\"",       "{",          "}",      "\n",  "#",
+        "none",     "all",    "a30/r20", "1",        "-1",       "1e5",        "preset", "adr", "fit",
+        "+",        "clip",   "0",       "99999999", "\r\n",     "frequencies"};
+    const char *const texts[] = {sample, sample_json};
+    tkv_rng r = tkv_rng_seed(4);
+    char text[512];
+    size_t n, i;
+    int which, k, good = 0, tries = tkv_test_quick() ? 2000 : 20000;
+    for (which = 0; which < 2; which++) {
+        const size_t size = strlen(texts[which]);
+        char *copy = (char *)malloc(size);
+        if (!copy) exit(2);
+        memcpy(copy, texts[which], size);
+        for (n = 0; n <= size; n++) good += survives(copy, n);
+        for (i = 0; i < size; i++)
+            for (k = 0; k < 256; k += tkv_test_quick() ? 37 : 5) {
+                copy[i] = (char)(texts[which][i] ^ k);
+                good += survives(copy, size);
+                copy[i] = texts[which][i];
+            }
+        free(copy);
+    }
+    CHECK_LE(100, good);
+    for (k = 0; k < tries; k++) {
+        n = (size_t)tkv_rng_below(&r, 40);
+        for (i = 0; i < n; i++) text[i] = (char)tkv_rng_below(&r, 256);
+        (void)survives(text, n);
+        text[0] = 0;
+        for (i = 0; i < n; i++) strcat(text, pieces[tkv_rng_below(&r, COUNT(pieces))]);
+        (void)survives(text, strlen(text));
+    }
+}
+
+/* >>presets and ages */
+TEST(presets_of_designs) {
+    static const struct {
+        const char *name;
+        int hot, warm;
+        tkv_format warm_k, archive_k, archive_v;
+    } want[] = {{"adr", 64, 448, TKV_KIVI4, TKV_KVQUANT3, TKV_KVQUANT3},
+                {"small", 32, 224, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
+                {"long_context", 64, 960, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
+                {"large_context", 128, 896, TKV_KIVI4, TKV_SQUAT2, TKV_KIVI2},
+                {"extreme_context", 256, 1792, TKV_KIVI4, TKV_KVQUANT3, TKV_KVQUANT3},
+                {"memory_optimized", 32, 224, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
+                {"akv", 1024, 2048, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
+                {"akv_quality", 2048, 2048, TKV_KIVI4, TKV_KIVI2, TKV_KIVI2},
+                {"aggressive", 512, 4096, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
+                {"k4v4", 256, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI4},
+                {"k4v3", 128, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI3},
+                {"k4v2", 128, TKV_NONE, TKV_KIVI4, TKV_KIVI4, TKV_KIVI2},
+                {"k3v3", 128, TKV_NONE, TKV_KIVI3, TKV_KIVI3, TKV_KIVI3},
+                {"k2v2", 64, TKV_NONE, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
+                {"balanced", 0, 0, TKV_A40, TKV_A30, TKV_R30}};
+    static const int contexts[] = {2047, 2048, 8191, 8192};
+    static const tkv_format chosen[] = {TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
+    int i;
+    for (i = 0; i < COUNT(want); i++) {
+        tkv_config cfg = tkv_config_default();
+        cfg.sink_tokens = cfg.hot_tokens = cfg.warm_tokens = 9;
+        CHECK_EQ(tkv_config_preset(&cfg, want[i].name), TKV_OK);
+        CHECK_EQ(cfg.sink_tokens, 0);
+        CHECK_EQ(cfg.hot_tokens, want[i].hot);
+        CHECK_EQ(cfg.warm_tokens, want[i].warm);
+        CHECK_EQ(cfg.warm.k, want[i].warm_k);
+        CHECK_EQ(cfg.archive.k, want[i].archive_k);
+        CHECK_EQ(cfg.archive.v, want[i].archive_v);
+    }
+    for (i = 0; i < COUNT(contexts); i++) {
+        tkv_config cfg = tkv_config_default();
+        cfg.max_tokens = contexts[i];
+        CHECK_EQ(tkv_config_preset(&cfg, "adr"), TKV_OK);
+        CHECK_EQ(cfg.archive.k, chosen[i]);
+    }
+}
+
+TEST(tier_for_age) {
+    static const struct {
+        int age;
+        tkv_tier tier;
+    } cases[] = {
+        {-1, TKV_HOT},  {0, TKV_HOT},    {1, TKV_HOT},       {63, TKV_HOT},      {64, TKV_WARM},
+        {65, TKV_WARM}, {511, TKV_WARM}, {512, TKV_ARCHIVE}, {513, TKV_ARCHIVE}, {0x7fffffff, TKV_ARCHIVE}};
+    tkv_config cfg = tkv_config_default();
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        CHECK_EQ(tkv_tier_for_age(NULL, cases[i].age), cases[i].tier);
+        CHECK_EQ(tkv_tier_for_age(&cfg, cases[i].age), cases[i].tier);
+    }
+    cfg.hot_tokens = TKV_NONE;
+    cfg.warm_tokens = 10;
+    CHECK_EQ(tkv_tier_for_age(&cfg, 0), TKV_WARM);
+    CHECK_EQ(tkv_tier_for_age(&cfg, 10), TKV_ARCHIVE);
+    cfg.warm_tokens = TKV_ALL;
+    CHECK_EQ(tkv_tier_for_age(&cfg, 0x7fffffff - 1), TKV_ARCHIVE); /* beyond what a sequence can have */
+    CHECK_EQ(tkv_tier_for_age(&cfg, 1000000), TKV_WARM);
+    cfg.hot_tokens = TKV_ALL;
+    CHECK_EQ(tkv_tier_for_age(&cfg, 1000000), TKV_HOT);
+}
+
+/* A token's tier is the one that it was due for at most 63 tokens ago. */
+TEST(tiers_follow_ages) {
+    tkv_config cfg = tkv_config_default();
+    tkv_cache *kv;
+    float row[16];
+    int n, token;
+    cfg.n_layers = cfg.n_heads = 1;
+    cfg.head_dim = 16;
+    CHECK_EQ(tkv_config_preset(&cfg, "small"), TKV_OK);
+    kv = make(&cfg);
+    memset(row, 0, sizeof row);
+    for (n = 1; n <= 500; n++) {
+        CHECK_EQ(tkv_append(kv, 0, 0, row, row, 1), TKV_OK);
+        for (token = 4; token < n && n % 50 == 0; token++) {
+            tkv_tier tier = TKV_TIER_COUNT;
+            CHECK_EQ(tkv_tier_of(kv, 0, 0, token, &tier), TKV_OK);
+            CHECK(tier <= tkv_tier_for_age(&cfg, n - 1 - token) &&
+                  tier >= tkv_tier_for_age(&cfg, n - 1 - token - 64));
+        }
+    }
+    tkv_destroy(kv);
+}
+
+/* >>state */
+static tkv_cache *some_cache(void) {
+    tkv_config cfg = tkv_config_default();
+    tkv_layer_config layers[3];
+    tkv_cache *kv;
+    tkv_rng r = tkv_rng_seed(5);
+    float k[2 * 16], q[2 * 16], out[2 * 16];
+    int n, layer;
+    memset(layers, 0, sizeof layers);
+    layers[1].no_cache = 1;
+    layers[2].share_kv = 1;
+    cfg.n_layers = 3;
+    cfg.layers = layers;
+    cfg.n_heads = 2;
+    cfg.head_dim = 16;
+    cfg.max_seqs = 4;
+    cfg.quality_heads = 1;
+    cfg.quality_every = 4;
+    kv = make(&cfg);
+    for (n = 0; n < 700; n++)
+        for (layer = 0; layer < 1; layer++) {
+            tkv_rng_fill(&r, k, COUNT(k), 1);
+            tkv_rng_fill(&r, q, COUNT(q), 1);
+            CHECK_EQ(tkv_append(kv, n % 7 == 6 ? 2 : 0, layer, k, k, 1), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, n % 7 == 6 ? 2 : 0, layer, q, 1, out), TKV_OK);
+        }
+    return kv;
+}
+
+static char *text_of(tkv_status (*say)(const tkv_cache *, char *, size_t, size_t *), const tkv_cache *kv) {
+    size_t needed = 0;
+    char *text;
+    CHECK_EQ(say(kv, NULL, 0, &needed), TKV_OK);
+    text = (char *)malloc(needed);
+    if (!text) exit(2);
+    memset(text, 'x', needed);
+    CHECK_EQ(say(kv, text, needed - 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(text[0], 'x');
+    CHECK_EQ(say(kv, text, needed, NULL), TKV_OK);
+    CHECK_EQ(strlen(text) + 1, needed);
+    return text;
+}
+
+static tkv_status plain_prometheus(const tkv_cache *kv, char *buf, size_t size, size_t *needed) {
+    return tkv_format_prometheus(kv, NULL, buf, size, needed);
+}
+
+TEST(state_says_what_there_is) {
+    tkv_cache *kv = some_cache();
+    char *text = text_of(tkv_state_json, kv);
+    tkv_config cfg = tkv_config_default();
+    char line[200], reason[REASON];
+    tkv_memory_info m;
+    tkv_tier_info t;
+    const char *config = strstr(text, "\"config\": {");
+    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    snprintf(line, sizeof line, "\"total\": %lu, ", (unsigned long)m.total);
+    CHECK(strstr(text, line) != NULL);
+    CHECK_EQ(tkv_tier_counts(kv, 2, 0, &t), TKV_OK);
+    snprintf(line, sizeof line,
+             "{\"seq\": 2, \"tokens\": 100, \"len\": [100, null, null], \"hot\": [%d, null, null]",
+             t.tokens[TKV_HOT]);
+    CHECK_MSG(strstr(text, line) != NULL, "%s\n%s", line, text);
+    CHECK(strstr(text, "\"seq\": 1,") == NULL);
+    CHECK(strstr(text, "\"warm\": [\"a40/r40\", null, null]") != NULL);
+    REQUIRE(config != NULL); /* it is a text that makes such a config */
+    config += strlen("\"config\": ");
+    CHECK_MSG(tkv_config_parse(&cfg, NULL, config, (size_t)(strchr(config, '}') + 1 - config), reason,
+                               REASON) == TKV_OK,
+              "%s", reason);
+    CHECK_EQ(cfg.n_layers, 3);
+    CHECK_EQ(cfg.max_append, 512);
+    CHECK_EQ(tkv_state_json(NULL, text, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_state_json(kv, NULL, 0, NULL), TKV_ERR_ARG);
+    free(text);
+    tkv_destroy(kv);
+}
+
+TEST(prometheus_lines) {
+    tkv_cache *kv = some_cache();
+    char *text = text_of(plain_prometheus, kv), buf[8192];
+    static const char *const bad[] = {"=x",         "model",   "1a=x",   "a-b=x", "a=x,",
+                                      ",a=x",       "tier=x",  "part=x", "isa=x", "version=x",
+                                      "__name__=x", "a=x,a=y", "a=x\\",  "a=x,b"};
+    tkv_quality_info quality;
+    tkv_rng r = tkv_rng_seed(6);
+    int taken = 0;
+    size_t i, needed = 77;
+    CHECK(strncmp(text, "# HELP tkv_info ", 16) == 0);
+    CHECK_EQ(tkv_quality(kv, &quality), TKV_OK);
+    CHECK(quality.heads == 0 || /* no atomics here */
+          strstr(text, "\n# TYPE tkv_quality_samples_total counter\ntkv_quality_samples_total ") != NULL);
+    CHECK(strstr(text, "\n# TYPE tkv_memory_bytes gauge\ntkv_memory_bytes{part=\"codes\",tier=\"hot\"} ") !=
+          NULL);
+    CHECK(strstr(text, "\ntkv_sequences 2\n") != NULL);
+    CHECK(strstr(text, "\ntkv_sequence_tokens_max 600\n") != NULL);
+    CHECK_EQ(tkv_format_prometheus(kv, "model=SmolLM2 135M,x_1=a\\,b\\\\\"c\nd,_e=", buf, sizeof buf, NULL),
+             TKV_OK);
+    CHECK(strstr(buf, "\ntkv_sequences{model=\"SmolLM2 135M\",x_1=\"a,b\\\\\\\"c\\nd\",_e=\"\"} 2\n") !=
+          NULL);
+    CHECK(strstr(buf, "tier=\"hot\",model=\"SmolLM2 135M\",") != NULL);
+    for (i = 0; i < sizeof bad / sizeof *bad; i++) {
+        memset(buf, 'x', 16);
+        CHECK_MSG(tkv_format_prometheus(kv, bad[i], buf, sizeof buf, &needed) == TKV_ERR_ARG, "%s", bad[i]);
+        CHECK_EQ(buf[0], 'x');
+        CHECK_EQ(needed, 77);
+    }
+    CHECK_EQ(tkv_format_prometheus(kv, "", buf, sizeof buf, NULL), TKV_OK);
+    CHECK_STR(buf, text);
+    for (i = 0; i < 2000; i++) {
+        static const char letters[] = "ab_1=,\\\"\n\xc3 ";
+        char *labels = (char *)malloc(12);
+        int n = tkv_rng_below(&r, 12);
+        if (!labels) exit(2);
+        labels[n] = 0;
+        while (n--) labels[n] = letters[tkv_rng_below(&r, COUNT(letters) - 1)];
+        taken += tkv_format_prometheus(kv, labels, NULL, 0, &needed) == TKV_OK;
+        free(labels);
+    }
+    CHECK(taken > 10 && taken < 1000);
+    CHECK_EQ(tkv_format_prometheus(NULL, NULL, buf, sizeof buf, NULL), TKV_ERR_ARG);
+    free(text);
+    tkv_destroy(kv);
+}
+
+/* Rows of a metric stand together, under one help; those of a section as well. */
+TEST(figures_are_in_order) {
+    int i, k;
+    for (i = 0; i < TKVI_FIGURES; i++) {
+        const tkvi_figure *f = &tkvi_figure_rows[i];
+        const int again = i > 0 && f->metric && tkvi_figure_rows[i - 1].metric &&
+                          strcmp(f->metric, tkvi_figure_rows[i - 1].metric) == 0;
+        CHECK(f->metric == NULL || again == !f->help);
+        CHECK(f->section >= 0 && f->section < TKVI_SECTIONS);
+        for (k = 0; k < i; k++) {
+            const tkvi_figure *g = &tkvi_figure_rows[k];
+            CHECK(f->section != g->section || strcmp(f->name, g->name) != 0);
+            CHECK(again || !f->metric || !g->metric || strcmp(f->metric, g->metric) != 0);
+        }
+    }
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(floats_read);
+    RUN(floats_round_trip);
+    RUN(both_syntaxes);
+    RUN(nothing_is_something);
+    RUN(presets_come_first);
+    RUN(mistakes);
+    RUN(print_and_parse);
+    RUN(print_refuses);
+    RUN(every_field_has_a_row);
+    RUN(words_are_the_names);
+    RUN(new_kinds_of_fields);
+    RUN(policies);
+    RUN(any_bytes);
+    RUN(presets_of_designs);
+    RUN(tier_for_age);
+    RUN(tiers_follow_ages);
+    RUN(state_says_what_there_is);
+    RUN(prometheus_lines);
+    RUN(figures_are_in_order);
+    return tkv_test_end();
+}
