@@ -1017,13 +1017,15 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
 typedef struct tkv_config_room {
     tkv_layer_config *layers;
     int n_layers; /* room of layers: as many as the config has */
+    tkv_level *ladder;
+    int n_levels; /* the same */
     float *frequencies;
     int n_frequencies; /* of rope.frequencies: rope.dim / 2 */
 } tkv_config_room;
-/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers,
- * which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key twice, no
- * room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they were.
- * Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers
+ * or levels, which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key
+ * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they
+ * were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
 TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
@@ -18765,6 +18767,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
+    TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -18787,6 +18791,13 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
 };
 
+static const tkvi_row tkvi_level_rows[] = {
+    TKVI_ROW(tkv_level, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+};
+
 static const tkvi_row tkvi_policy_rows[] = {
     {"profile", TKVI_PROFILE, 0, 0, NULL},
     TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
@@ -18802,11 +18813,13 @@ static const tkvi_row tkvi_policy_rows[] = {
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
-enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
+enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_POLICY, TKVI_OF_LADDER, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
+    {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
@@ -18824,7 +18837,8 @@ typedef struct tkvi_array {
             offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
     }
 
-static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers)};
+static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers),
+                                         TKVI_ARRAY(TKVI_OF_LADDER, ladder, n_levels)};
 
 #define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
 
@@ -19329,9 +19343,10 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #ifndef TKV_NO_REPORTS
 
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_QUALITY, TKVI_SECTIONS };
 
-static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "quality"};
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "budget",
+                                                              "quality"};
 
 /* All that is told, taken once: readers may add to the meter while it is printed. */
 typedef struct tkvi_figures {
@@ -19340,6 +19355,7 @@ typedef struct tkvi_figures {
     int has[TKVI_SECTIONS]; /* 0: there is no such thing in this cache */
     tkv_memory_info memory;
     tkv_quality_info quality;
+    tkv_budget_info budget;
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
 } tkvi_figures;
 
@@ -19359,6 +19375,12 @@ static void tkvi_figure_int(tkvi_out *o, const void *at) {
     int x;
     memcpy(&x, at, sizeof x);
     tkvi_print_int(o, x);
+}
+
+static void tkvi_figure_float(tkvi_out *o, const void *at) {
+    float x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_float(o, x);
 }
 
 static void tkvi_figure_double(tkvi_out *o, const void *at) {
@@ -19416,6 +19438,27 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "Sequences that there is room for."),
     TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
                 "Tokens of the longest sequence."),
+    TKVI_FIGURE(TKVI_BUDGET, "bytes", tkvi_figure_size, budget.budget, "tkv_budget_bytes", NULL,
+                "Bytes that the cache may hold; 0: as many as it wants."),
+    TKVI_FIGURE(TKVI_BUDGET, "used", tkvi_figure_size, budget.used, "tkv_budget_used_bytes", NULL,
+                "Bytes that count against the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "level", tkvi_figure_int, budget.level, "tkv_level", NULL,
+                "Level of the ladder, 0 the loosest."),
+    TKVI_FIGURE(TKVI_BUDGET, "levels", tkvi_figure_int, budget.n_levels, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.policy.average, "tkv_pressure_ratio", NULL,
+                "Moving average of bytes over the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.policy.trend, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "left", tkvi_figure_float, budget.policy.left, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.policy.tightened,
+                "tkv_levels_tightened_total", NULL, "Levels down the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.policy.relaxed, "tkv_levels_relaxed_total",
+                NULL, "Levels up the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "demoted", tkvi_figure_count, budget.demoted, "tkv_blocks_demoted_total", NULL,
+                "Blocks that were recoded."),
+    TKVI_FIGURE(TKVI_BUDGET, "pending", tkvi_figure_count, budget.pending, "tkv_blocks_pending", NULL,
+                "Blocks that the present level would still recode."),
+    TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
+                "Calls that the budget had no room for."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -19452,6 +19495,8 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
     st = tkv_memory(kv, &f->memory);
     if (!st) st = tkv_quality(kv, &f->quality);
+    if (!st) st = tkv_budget(kv, &f->budget);
+    f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {

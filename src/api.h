@@ -928,13 +928,15 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
 typedef struct tkv_config_room {
     tkv_layer_config *layers;
     int n_layers; /* room of layers: as many as the config has */
+    tkv_level *ladder;
+    int n_levels; /* the same */
     float *frequencies;
     int n_frequencies; /* of rope.frequencies: rope.dim / 2 */
 } tkv_config_room;
-/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers,
- * which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key twice, no
- * room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they were.
- * Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+/* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers
+ * or levels, which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key
+ * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they
+ * were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
 TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of

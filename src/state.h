@@ -13,9 +13,10 @@
 #include "report.h"
 #include "text.h"
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_QUALITY, TKVI_SECTIONS };
 
-static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "quality"};
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "budget",
+                                                              "quality"};
 
 /* All that is told, taken once: readers may add to the meter while it is printed. */
 typedef struct tkvi_figures {
@@ -24,6 +25,7 @@ typedef struct tkvi_figures {
     int has[TKVI_SECTIONS]; /* 0: there is no such thing in this cache */
     tkv_memory_info memory;
     tkv_quality_info quality;
+    tkv_budget_info budget;
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
 } tkvi_figures;
 
@@ -43,6 +45,12 @@ static void tkvi_figure_int(tkvi_out *o, const void *at) {
     int x;
     memcpy(&x, at, sizeof x);
     tkvi_print_int(o, x);
+}
+
+static void tkvi_figure_float(tkvi_out *o, const void *at) {
+    float x;
+    memcpy(&x, at, sizeof x);
+    tkvi_print_float(o, x);
 }
 
 static void tkvi_figure_double(tkvi_out *o, const void *at) {
@@ -100,6 +108,27 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "Sequences that there is room for."),
     TKVI_FIGURE(TKVI_SEQUENCES, "longest", tkvi_figure_count, longest, "tkv_sequence_tokens_max", NULL,
                 "Tokens of the longest sequence."),
+    TKVI_FIGURE(TKVI_BUDGET, "bytes", tkvi_figure_size, budget.budget, "tkv_budget_bytes", NULL,
+                "Bytes that the cache may hold; 0: as many as it wants."),
+    TKVI_FIGURE(TKVI_BUDGET, "used", tkvi_figure_size, budget.used, "tkv_budget_used_bytes", NULL,
+                "Bytes that count against the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "level", tkvi_figure_int, budget.level, "tkv_level", NULL,
+                "Level of the ladder, 0 the loosest."),
+    TKVI_FIGURE(TKVI_BUDGET, "levels", tkvi_figure_int, budget.n_levels, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "pressure", tkvi_figure_float, budget.policy.average, "tkv_pressure_ratio", NULL,
+                "Moving average of bytes over the budget."),
+    TKVI_FIGURE(TKVI_BUDGET, "trend", tkvi_figure_float, budget.policy.trend, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "left", tkvi_figure_float, budget.policy.left, NULL, NULL, NULL),
+    TKVI_FIGURE(TKVI_BUDGET, "tightened", tkvi_figure_count, budget.policy.tightened,
+                "tkv_levels_tightened_total", NULL, "Levels down the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "relaxed", tkvi_figure_count, budget.policy.relaxed, "tkv_levels_relaxed_total",
+                NULL, "Levels up the ladder."),
+    TKVI_FIGURE(TKVI_BUDGET, "demoted", tkvi_figure_count, budget.demoted, "tkv_blocks_demoted_total", NULL,
+                "Blocks that were recoded."),
+    TKVI_FIGURE(TKVI_BUDGET, "pending", tkvi_figure_count, budget.pending, "tkv_blocks_pending", NULL,
+                "Blocks that the present level would still recode."),
+    TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
+                "Calls that the budget had no room for."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -136,6 +165,8 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     f->has[TKVI_MEMORY] = f->has[TKVI_TOKENS] = f->has[TKVI_SEQUENCES] = 1;
     st = tkv_memory(kv, &f->memory);
     if (!st) st = tkv_quality(kv, &f->quality);
+    if (!st) st = tkv_budget(kv, &f->budget);
+    f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {

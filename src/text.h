@@ -575,6 +575,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
+    TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -597,6 +599,13 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
 };
 
+static const tkvi_row tkvi_level_rows[] = {
+    TKVI_ROW(tkv_level, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+};
+
 static const tkvi_row tkvi_policy_rows[] = {
     {"profile", TKVI_PROFILE, 0, 0, NULL},
     TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
@@ -612,11 +621,13 @@ static const tkvi_row tkvi_policy_rows[] = {
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
-enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
+enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_POLICY, TKVI_OF_LADDER, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
+    {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
 
@@ -634,7 +645,8 @@ typedef struct tkvi_array {
             offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
     }
 
-static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers)};
+static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers),
+                                         TKVI_ARRAY(TKVI_OF_LADDER, ladder, n_levels)};
 
 #define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
 

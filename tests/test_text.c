@@ -11,8 +11,10 @@
 enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
 
 static tkv_layer_config layer_room[ROOM];
+static tkv_level level_room[TKV_MAX_LEVELS];
 static float frequency_room[TKV_MAX_HEAD_DIM / 2];
-static const tkv_config_room room = {layer_room, ROOM, frequency_room, COUNT(frequency_room)};
+static const tkv_config_room room = {layer_room,     ROOM,           level_room,
+                                     TKV_MAX_LEVELS, frequency_room, COUNT(frequency_room)};
 
 static tkv_status parse(tkv_config *cfg, const char *text, char *reason) {
     return tkv_config_parse(cfg, &room, text, strlen(text), reason, REASON);
@@ -177,6 +179,30 @@ TEST(both_syntaxes) {
         cfg.warm_tokens = 0;
         CHECK_MSG(tkv_config_validate(&cfg, reason, REASON) == TKV_OK, "%s", reason);
     }
+}
+
+TEST(budgets) {
+    static const char text[] =
+        "budget_bytes = 1.5G\nn_levels = 3\nladder[0].hot_tokens = all\nladder[1-2].warm = q8\n"
+        "ladder[2].archive = a20/r15\npolicy.threshold = .7, .9\npolicy.max_level = none\n";
+    char reason[REASON], said[600];
+    tkv_config cfg = tkv_config_default(), back = cfg;
+    CHECK_MSG(parse(&cfg, text, reason) == TKV_OK, "%s", reason);
+    CHECK_EQ(cfg.budget_bytes, 3u << 29);
+    REQUIRE(cfg.ladder == level_room);
+    CHECK_EQ(cfg.ladder[0].hot_tokens, TKV_ALL);
+    CHECK_EQ(cfg.ladder[2].warm.v, TKV_Q8);
+    CHECK_NEAR(cfg.policy.threshold[1], .9f, 0);
+    CHECK_EQ(tkv_config_print(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+    CHECK_STR(
+        said,
+        "budget_bytes = 1610612736\nn_levels = 3\npolicy.threshold = 0.7, 0.9\npolicy.max_level = none\n"
+        "ladder[0].hot_tokens = all\nladder[1].warm = q8\nladder[2].warm = q8\n"
+        "ladder[2].archive = a20/r15\n");
+    CHECK_EQ(parse(&back, said, reason), TKV_OK);
+    CHECK_MEM(&cfg, &back, sizeof cfg);
+    CHECK_EQ(parse(&back, "ladder[8].warm = q8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse(&back, "n_levels = 9\nladder[0].warm = q8", reason), TKV_ERR_CONFIG);
 }
 
 TEST(nothing_is_something) {
@@ -524,6 +550,10 @@ TEST(every_field_has_a_row) {
     COVER(end_canary);
     COVER(rope); /* these have tables of their own */
     COVER(layers);
+    COVER(ladder);
+    COVER(policy);
+    COVER(on_event);
+    COVER(event_user);
     COVER(allocator);
     COVER(parallel_for);
     COVER(parallel_user);
@@ -985,6 +1015,7 @@ int main(int argc, char **argv) {
     RUN(floats_read);
     RUN(floats_round_trip);
     RUN(both_syntaxes);
+    RUN(budgets);
     RUN(nothing_is_something);
     RUN(presets_come_first);
     RUN(mistakes);

@@ -23,7 +23,7 @@ int main(int argc, char **argv) {
     tkv_config cfg = {0};
     tkv_layer_config layers[3] = {{{0}}};
     float frequencies[8];
-    tkv_config_room room = {layers, 3, frequencies, 8};
+    tkv_config_room room = {layers, 3, NULL, 0, frequencies, 8};
     float row[2 * 16], out[2 * 16];
     char reason[200];
     tkv_cache *kv;
@@ -126,7 +126,7 @@ class Reports(unittest.TestCase):
         state = json.loads(self.dump("state"))
         for family in families.values():
             self.assertTrue(family.documentation, family.name)
-            self.assertEqual(family.type, "counter" if family.name == "tkv_quality_samples" else "gauge")
+            self.assertEqual(family.type, "counter" if family.samples[0].name.endswith("_total") else "gauge")
             for sample in family.samples:
                 self.assertEqual(sample.labels["model"], value)
             labels = [tuple(sorted(s.labels.items())) for s in family.samples]
