@@ -127,6 +127,7 @@
 #define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
 #define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
 #define tkv_abort TKV_NAME_(tkv_abort)
+#define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_append TKV_NAME_(tkv_append)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
@@ -889,6 +890,10 @@ TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int leve
 /* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
 TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
 TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
+/* The advice for a cache's plan, carried out: hot_tokens (tkv_set_hot_tokens) and a level of cfg.ladder within
+ * cfg.policy, for the tokens that come from now on; *out (may be NULL) says what was done. Under a budget memory
+ * decides on the level, and only hot_tokens move. Counts as a write. */
+TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
  * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.
@@ -15233,6 +15238,55 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
 }
 
 #endif /* TKVI_BUDGET_H */
+/* ======== adapt.h ======== */
+/*
+ * adapt.h - quality feedback for a cache: advice (feedback.h) becomes lengths and levels (budget.h). May call both.
+ */
+#ifndef TKVI_ADAPT_H
+#define TKVI_ADAPT_H
+
+
+/* hot_tokens of the present level, or of the nearest one that has any; 0: everything is exact at all. */
+static int tkvi_hot_tokens(const tkv_cache *kv) {
+    const int n = kv->tables.n_levels;
+    int away, side, layer;
+    for (away = 0; away < n; away++)
+        for (side = -1; side <= 1; side += 2) {
+            const int level = kv->tables.level + side * away;
+            for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
+                const int hot = kv->tables.rule[(size_t)layer * (size_t)n + (size_t)level].hot;
+                if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
+            }
+        }
+    return 0;
+}
+
+/* The level after a step. Under a budget memory decides: the cache is at the loosest level that holds what there is. */
+static int tkvi_follow(const tkv_cache *kv, int step) {
+    const tkv_policy_config *p = &kv->policy.cfg;
+    const int level = kv->tables.level + step;
+    return tkvi_lazy(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+}
+
+TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
+    tkv_advice a;
+    int hot;
+    tkv_status st;
+    if (!kv) return TKV_ERR_ARG;
+    hot = tkvi_hot_tokens(kv);
+    st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
+    if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
+    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_lazy(kv)))
+        st = tkv_set_hot_tokens(kv, a.hot_tokens);
+    if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
+    a.step = kv->tables.level - (a.level - a.step); /* as it was done */
+    a.level = kv->tables.level;
+    a.hot_tokens = tkvi_hot_tokens(kv);
+    if (!st && out) *out = a;
+    return st ? st : tkvi_ok(kv);
+}
+
+#endif /* TKVI_ADAPT_H */
 /* ======== sequence.h ======== */
 /*
  * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.

@@ -55,6 +55,8 @@ static const char usage[] =
     "Words:\n" PLAN_HELP
     "  tables N           A and R formats get tables from the N tokens behind the last window (of\n"
     "                     --tables-text the first N) instead of learning in each window; FROM:N: from these\n"
+    "  budget N%           cfg.budget_bytes, in percent of the window's FP16 bytes: levels are taken as "
+    "needed\n"
     "  name NAME          for the table\n"
     "Rivals: +h is after a Hadamard transform; streaming:N keeps N tokens, alone as many as the bytes of "
     "the\n"
@@ -128,6 +130,7 @@ typedef struct plan {
     const rival_kind *rival; /* NULL: a plan of the library */
     int theirs;              /* for the plot: a rival, by the library's formats or not */
     int budget;              /* tokens of a rival that forgets; 0: see fill_budget */
+    int percent;             /* of FP16: the byte budget; 0: none */
     lesson *tables;          /* NULL: it learns in each window */
 } plan;
 
@@ -208,6 +211,15 @@ static const char *parse_tables(const char *text, lesson **tables) { /* 4096, 81
     return NULL;
 }
 
+static const char *parse_budget(const char *text, plan *p) {
+    const size_t n = strcspn(text, "%");
+    if (!plan_count(text, n, &p->percent) || strcmp(text + n, "%") != 0 || p->percent < 1 ||
+        p->percent > 1000)
+        return "budget= wants a percentage of FP16's bytes, such as 25%";
+    p->cfg.budget_bytes = (size_t)1 << 30; /* for the checks; subject_create knows the window */
+    return NULL;
+}
+
 /* NULL, or what is wrong with the text. */
 static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     static char reason[200];
@@ -235,6 +247,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
         if (n == 0) continue;
         if (!value) wrong = plan_three(&p->cfg, word);
         else if (strcmp(word, "tables") == 0) wrong = parse_tables(value, &p->tables);
+        else if (strcmp(word, "budget") == 0) wrong = parse_budget(value, p);
         else if (strcmp(word, "name") == 0) strcpy(p->name, value);
         else wrong = plan_word(&p->cfg, word, value);
     }
@@ -593,7 +606,15 @@ static subject subject_create(const plan *p, int room) {
     memset(&s, 0, sizeof s);
     s.p = p;
     if (p->rival) s.r = rival_create(p->rival, &all.model, room, p->budget);
-    else tkv_create(&p->cfg, &s.kv);
+    else {
+        tkv_config cfg = p->cfg;
+        const size_t dims =
+            (size_t)(all.model.head_dim + all.model.v_head_dim) * (size_t)all.model.n_kv_heads;
+        if (p->percent)
+            cfg.budget_bytes =
+                2 * dims * (size_t)all.model.n_layers * (size_t)room * (size_t)p->percent / 100;
+        tkv_create(&cfg, &s.kv);
+    }
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
     if (p->tables && tkv_calibration_load(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
         fail("%s: %s", p->name, tkv_last_error(s.kv));

@@ -38,6 +38,7 @@
 #define TKV_PASTE_(a, b) TKV_PASTE2_(a, b)
 #define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
 #define tkv_abort TKV_NAME_(tkv_abort)
+#define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_append TKV_NAME_(tkv_append)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
@@ -800,6 +801,10 @@ TKV_API tkv_status tkv_feedback_advise(tkv_feedback *f, int hot_tokens, int leve
 /* About the newest `last` scores, 0: 100; at most 1,000, or all there are. Some microseconds. */
 TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_info *out);
 TKV_API void tkv_feedback_reset(tkv_feedback *f); /* as after tkv_feedback_init */
+/* The advice for a cache's plan, carried out: hot_tokens (tkv_set_hot_tokens) and a level of cfg.ladder within
+ * cfg.policy, for the tokens that come from now on; *out (may be NULL) says what was done. Under a budget memory
+ * decides on the level, and only hot_tokens move. Counts as a write. */
+TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. Plans that were found good for a model: by name, layer and context length. It is an array of the
  * caller's, kept in order; a program saves it wherever it wants, as a text that is checked when it comes back.

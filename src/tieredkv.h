@@ -58,6 +58,7 @@ extern "C" {
 #include "metric.h"
 #include "age.h"
 #include "budget.h"
+#include "adapt.h"
 #include "sequence.h"
 #include "calibration.h"
 #include "attend.h"

@@ -779,6 +779,88 @@ TEST(random_calls) {
     for (config = 0; config < 4; config++) check_random(config, (uint64_t)(first + config), calls);
 }
 
+/* >>quality feedback: what a level is worth to a model that is simulated, on a cache that is not */
+static const tkv_level four[] = {{0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+                                 {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+                                 {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+                                 {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}}};
+
+/* Runs until the plan has stayed for 120 scores; returns how many scores it took to come there. */
+static int settle(tkv_cache *kv, tkv_feedback *f, const float *loss, int *changes) {
+    int n, quiet = 0, last = 0;
+    *changes = 0;
+    for (n = 0; n < 700 && quiet < 120; n++) {
+        const tkv_budget_info b = budget_of(kv);
+        tkv_advice a;
+        const float score = 1.0f - loss[b.level] + 0.004f * ((float)tkv_rng_uniform(&rng) - 0.5f);
+        CHECK_EQ(tkv_feedback_observe(f, score), TKV_OK);
+        CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        CHECK_EQ(tkv_adapt(kv, f, &a), TKV_OK);
+        CHECK_EQ(a.level, budget_of(kv).level);
+        quiet++;
+        if (a.level == b.level) continue;
+        ++*changes;
+        quiet = 0;
+        last = n + 1;
+    }
+    return last;
+}
+
+TEST(feedback_moves_the_plan) {
+    static const float easy[] = {.002f, .004f, .008f, .015f}, hard[] = {.004f, .02f, .06f, .2f};
+    tkv_config cfg = small(0);
+    tkv_feedback f;
+    tkv_cache *kv;
+    tkv_pair pair;
+    int changes, scores;
+    cfg.ladder = four;
+    cfg.n_levels = COUNT(four);
+    cfg.policy.min_level = 0;
+    forget_all();
+    CHECK_EQ(tkv_feedback_init(&f, NULL, NULL), TKV_OK); /* target .97 */
+    kv = make(&cfg);
+    CHECK_EQ(tkv_set_level(kv, 3), TKV_OK);
+    scores = settle(kv, &f, hard, &changes);
+    printf("\n    hard: level %d after %d scores, %d changes", budget_of(kv).level, scores, changes);
+    CHECK_EQ(budget_of(kv).level, 1);
+    CHECK_LE(scores, 100);
+    CHECK_EQ(changes, 2);
+    CHECK_EQ(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), TKV_OK);
+    CHECK_EQ(pair.k, TKV_A30);
+    CHECK(kv->tables.plan[0].now.hot > 64);
+    tkv_feedback_reset(&f);
+    scores = settle(kv, &f, easy, &changes);
+    printf("; easy: level %d after %d scores", budget_of(kv).level, scores);
+    CHECK(budget_of(kv).level > 1);
+    sound(kv);
+    (void)all_read_well(kv);
+    CHECK_EQ(tkv_adapt(kv, NULL, NULL), TKV_ERR_ARG);
+    tkv_destroy(kv);
+    /* under a budget: not finer than memory allows, never cheaper than it must be */
+    cfg = small(800 * 1000);
+    forget_all();
+    kv = make(&cfg);
+    for (scores = 0; scores < 1200; scores++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    {
+        const int level = budget_of(kv).level;
+        CHECK(level > 1);
+        for (scores = 0; scores < 60; scores++) {
+            CHECK_EQ(tkv_feedback_observe(&f, .5f), TKV_OK);
+            CHECK_EQ(tkv_adapt(kv, &f, NULL), TKV_OK);
+        }
+        CHECK_EQ(budget_of(kv).level, level);
+        CHECK(kv->tables.plan[0].now.hot > 64);
+        tkv_feedback_reset(&f);
+        for (scores = 0; scores < 60; scores++) {
+            CHECK_EQ(tkv_feedback_observe(&f, 1.0f), TKV_OK);
+            CHECK_EQ(tkv_adapt(kv, &f, NULL), TKV_OK);
+        }
+        CHECK_EQ(budget_of(kv).level, level);
+    }
+    sound(kv);
+    tkv_destroy(kv);
+}
+
 /* >>what cannot be */
 TEST(config_says_what_is_wrong) {
     static const struct {
@@ -836,6 +918,7 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_to_the_end);
     RUN(random_calls);
+    RUN(feedback_moves_the_plan);
     RUN(config_says_what_is_wrong);
     return tkv_test_end();
 }
