@@ -12912,6 +12912,7 @@ typedef struct tkvi_pool {
     const tkvi_tables *tables;
     int keep_all;    /* in place: pages are never given back */
     int spare;       /* free pages that only recoding may use */
+    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
     int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
@@ -13010,9 +13011,10 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
-/* Free pages beyond what reservations need go back. The last entry of the page table moves into the hole. */
-static void tkvi_trim(tkvi_pool *pool) {
-    int64_t keep = pool->spare;
+/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
+ * into the hole. */
+static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
+    int64_t keep = pool->spare + cushion;
     int c;
     if (pool->keep_all) return;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -13044,6 +13046,8 @@ static void tkvi_trim(tkvi_pool *pool) {
         }
     }
 }
+
+static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
 
 /* >>slots */
 static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {
@@ -13467,6 +13471,8 @@ struct tkv_cache {
     /* the budget (budget.h) */
     tkv_policy policy;
     float outside;   /* pressure that the caller feeds */
+    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
     int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
@@ -13586,6 +13592,7 @@ static size_t tkvi_heard_bytes(const tkv_config *cfg) {
 static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
+    if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
@@ -13709,19 +13716,23 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->table_bytes = tkvi_table_bytes(&s);
     kv->scratch_bytes = s.solve + s.recode + s.parts;
     kv->shadow_bytes = s.shadow;
+    kv->pool.tables = &kv->tables;
     if (!tkvi_heard_get(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
-    kv->pool.tables = &kv->tables;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy;
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
+    for (c = 0; c < h->cfg.n_layers; c++)
+        if (kv->tables.plan[c].stored == c)
+            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.cushion = (int64_t)(kv->lump / h->page_bytes) + 1;
     *out = kv;
     return TKV_OK;
 }
@@ -13732,6 +13743,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
     if (t->version[version].bytes) return 1;
+    if (kv->heap.limit) tkvi_trim_to(&kv->pool, 0);
     mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
     if (!mem) return 0;
     memset(mem, 0, t->version_bytes);
@@ -14515,11 +14527,12 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. */
+/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. Under a budget no block waits
+ * for it, so that layers take turns: making all tables at one token is a stall. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0;
+    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 0 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return 0;
+    if (!kv->seen || kv->seen[layer] < (forced ? 0 : (first ? TKVI_LEARN : TKVI_LEARN_WELL) + turn)) return 0;
     return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
@@ -15085,11 +15098,14 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     return had - kv->tables.coding[s.coding].bytes.total;
 }
 
-/* What the level allows before the next one begins: its threshold of the budget; at level 0 nothing is to be done. */
-static size_t tkvi_soft_limit(const tkv_cache *kv) {
-    const int level = kv->tables.level;
+/* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
+ * of a sequence open at the same token. At level 0 nothing is to be done. */
+static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
+    const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
+    size_t soft;
     if (level == 0) return (size_t)-1;
-    return (size_t)((double)kv->tables.cfg.budget_bytes * (double)kv->policy.cfg.threshold[level - 1]);
+    soft = (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1]);
+    return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
 /* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
@@ -15104,22 +15120,27 @@ static int tkvi_may_relax(tkv_cache *kv) {
     return 0;
 }
 
-/* With each append: the average moves, the level may; and blocks get tighter while more is held than the level
- * allows, as many as the new bytes require, but one at least. */
+/* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
+ * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+    const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
-    const float pressure = own > kv->outside ? own : kv->outside;
-    size_t won = 0, one;
+    int level = kv->tables.level, target;
     tkvi_stale s;
-    int level = kv->tables.level, target = tkvi_policy_sample(&kv->policy, pressure, level);
-    if (target > level && !tkvi_next_stale(kv, 1, &s)) tkvi_go_to_level(kv, level + 1);
+    target = tkvi_policy_sample(&kv->policy, own > kv->outside ? own : kv->outside, level);
+    if (level < p->max_level &&
+        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+        !tkvi_next_stale(kv, 1, &s))
+        tkvi_go_to_level(kv, level + 1);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
-    while (level > 0 &&
-           (tkvi_in_use(kv) > tkvi_soft_limit(kv) || kv->outside > kv->policy.cfg.threshold[level - 1])) {
-        one = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
-        won += one;
-        if (one == 0 || won >= new_bytes) return;
+    kv->debt += (int64_t)(new_bytes + new_bytes / 2);
+    while (kv->debt > 0) {
+        size_t won = 0;
+        if (level > 0 &&
+            (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || kv->outside > p->threshold[level - 1]))
+            won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+        kv->debt = won ? kv->debt - (int64_t)won : 0;
     }
 }
 
@@ -15127,7 +15148,8 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
 static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
     for (;;) {
         if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
-            tkvi_trim(&kv->pool); /* the index may need what pages have left */
+            if (kv->heap.held > budget || extra > budget - kv->heap.held)
+                tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
@@ -15166,6 +15188,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         kv->pool.spare = 0;
+        kv->pool.cushion = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
@@ -15189,6 +15212,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
+    kv->pool.cushion = (int64_t)(kv->lump / kv->tables.page_bytes) + 1;
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -15222,7 +15246,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     if (!kv || max_work < 0) return TKV_ERR_ARG;
     memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
     while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
-           tkvi_in_use(kv) > tkvi_soft_limit(kv) - tkvi_soft_limit(kv) / 10 &&
+           tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
            tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
         n++;
     tkvi_trim(&kv->pool);
@@ -15595,15 +15619,12 @@ static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, in
                               const tkvi_peak *paper, size_t *takes) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const size_t budget = kv->tables.cfg.budget_bytes;
-    size_t index = tkvi_index_growth(kv, paper), opened = 0;
-    int i, sink;
+    size_t index = tkvi_index_growth(kv, paper), fresh = 0;
+    int i;
     for (i = 0; i < n_rows; i++) {
-        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, rows[i].seq, layer);
         if (rows[i].n == 0) continue;
         index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-        opened += (size_t)tkvi_new_blocks(kv, p, list, ids, rows[i].n, &sink) *
-                  kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total;
+        fresh += (size_t)rows[i].n * (kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total / TKVI_BLOCK);
     }
     for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
@@ -15611,7 +15632,7 @@ static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, in
     }
     tkvi_need_of(kv, paper);
     if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
-    tkvi_keep_pace(kv, opened, index);
+    tkvi_keep_pace(kv, fresh, index);
     return tkvi_make_room(kv, index, budget);
 }
 

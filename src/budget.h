@@ -282,11 +282,14 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     return had - kv->tables.coding[s.coding].bytes.total;
 }
 
-/* What the level allows before the next one begins: its threshold of the budget; at level 0 nothing is to be done. */
-static size_t tkvi_soft_limit(const tkv_cache *kv) {
-    const int level = kv->tables.level;
+/* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
+ * of a sequence open at the same token. At level 0 nothing is to be done. */
+static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
+    const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
+    size_t soft;
     if (level == 0) return (size_t)-1;
-    return (size_t)((double)kv->tables.cfg.budget_bytes * (double)kv->policy.cfg.threshold[level - 1]);
+    soft = (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1]);
+    return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
 /* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
@@ -301,22 +304,27 @@ static int tkvi_may_relax(tkv_cache *kv) {
     return 0;
 }
 
-/* With each append: the average moves, the level may; and blocks get tighter while more is held than the level
- * allows, as many as the new bytes require, but one at least. */
+/* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
+ * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+    const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
-    const float pressure = own > kv->outside ? own : kv->outside;
-    size_t won = 0, one;
+    int level = kv->tables.level, target;
     tkvi_stale s;
-    int level = kv->tables.level, target = tkvi_policy_sample(&kv->policy, pressure, level);
-    if (target > level && !tkvi_next_stale(kv, 1, &s)) tkvi_go_to_level(kv, level + 1);
+    target = tkvi_policy_sample(&kv->policy, own > kv->outside ? own : kv->outside, level);
+    if (level < p->max_level &&
+        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+        !tkvi_next_stale(kv, 1, &s))
+        tkvi_go_to_level(kv, level + 1);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
-    while (level > 0 &&
-           (tkvi_in_use(kv) > tkvi_soft_limit(kv) || kv->outside > kv->policy.cfg.threshold[level - 1])) {
-        one = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
-        won += one;
-        if (one == 0 || won >= new_bytes) return;
+    kv->debt += (int64_t)(new_bytes + new_bytes / 2);
+    while (kv->debt > 0) {
+        size_t won = 0;
+        if (level > 0 &&
+            (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || kv->outside > p->threshold[level - 1]))
+            won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+        kv->debt = won ? kv->debt - (int64_t)won : 0;
     }
 }
 
@@ -324,7 +332,8 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
 static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
     for (;;) {
         if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
-            tkvi_trim(&kv->pool); /* the index may need what pages have left */
+            if (kv->heap.held > budget || extra > budget - kv->heap.held)
+                tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
@@ -363,6 +372,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         kv->pool.spare = 0;
+        kv->pool.cushion = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
@@ -386,6 +396,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
+    kv->pool.cushion = (int64_t)(kv->lump / kv->tables.page_bytes) + 1;
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -419,7 +430,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     if (!kv || max_work < 0) return TKV_ERR_ARG;
     memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
     while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
-           tkvi_in_use(kv) > tkvi_soft_limit(kv) - tkvi_soft_limit(kv) / 10 &&
+           tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
            tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
         n++;
     tkvi_trim(&kv->pool);

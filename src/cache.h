@@ -80,6 +80,8 @@ struct tkv_cache {
     /* the budget (budget.h) */
     tkv_policy policy;
     float outside;   /* pressure that the caller feeds */
+    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
     int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
@@ -199,6 +201,7 @@ static size_t tkvi_heard_bytes(const tkv_config *cfg) {
 static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
+    if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
@@ -322,19 +325,23 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->table_bytes = tkvi_table_bytes(&s);
     kv->scratch_bytes = s.solve + s.recode + s.parts;
     kv->shadow_bytes = s.shadow;
+    kv->pool.tables = &kv->tables;
     if (!tkvi_heard_get(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
-    kv->pool.tables = &kv->tables;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy;
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
+    for (c = 0; c < h->cfg.n_layers; c++)
+        if (kv->tables.plan[c].stored == c)
+            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.cushion = (int64_t)(kv->lump / h->page_bytes) + 1;
     *out = kv;
     return TKV_OK;
 }
@@ -345,6 +352,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
     if (t->version[version].bytes) return 1;
+    if (kv->heap.limit) tkvi_trim_to(&kv->pool, 0);
     mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
     if (!mem) return 0;
     memset(mem, 0, t->version_bytes);

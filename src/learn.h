@@ -238,11 +238,12 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. */
+/* Is it time for a table of this layer? Forced: for the first one, of whatever there is. Under a budget no block waits
+ * for it, so that layers take turns: making all tables at one token is a stall. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current[layer] < 0;
+    int first = kv->tables.current[layer] < 0, turn = kv->tables.cfg.budget_bytes ? layer % TKVI_BLOCK : 0;
     forced = forced && first;
-    if (!kv->seen || kv->seen[layer] < (forced ? 0 : first ? TKVI_LEARN : TKVI_LEARN_WELL)) return 0;
+    if (!kv->seen || kv->seen[layer] < (forced ? 0 : (first ? TKVI_LEARN : TKVI_LEARN_WELL) + turn)) return 0;
     return tkvi_held(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 

@@ -38,6 +38,7 @@ typedef struct tkvi_pool {
     const tkvi_tables *tables;
     int keep_all;    /* in place: pages are never given back */
     int spare;       /* free pages that only recoding may use */
+    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
     int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
@@ -136,9 +137,10 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
-/* Free pages beyond what reservations need go back. The last entry of the page table moves into the hole. */
-static void tkvi_trim(tkvi_pool *pool) {
-    int64_t keep = pool->spare;
+/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
+ * into the hole. */
+static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
+    int64_t keep = pool->spare + cushion;
     int c;
     if (pool->keep_all) return;
     for (c = 0; c < pool->tables->n_classes; c++) {
@@ -170,6 +172,8 @@ static void tkvi_trim(tkvi_pool *pool) {
         }
     }
 }
+
+static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
 
 /* >>slots */
 static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {

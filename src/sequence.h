@@ -306,15 +306,12 @@ static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, in
                               const tkvi_peak *paper, size_t *takes) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const size_t budget = kv->tables.cfg.budget_bytes;
-    size_t index = tkvi_index_growth(kv, paper), opened = 0;
-    int i, sink;
+    size_t index = tkvi_index_growth(kv, paper), fresh = 0;
+    int i;
     for (i = 0; i < n_rows; i++) {
-        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, rows[i].seq, layer);
         if (rows[i].n == 0) continue;
         index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-        opened += (size_t)tkvi_new_blocks(kv, p, list, ids, rows[i].n, &sink) *
-                  kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total;
+        fresh += (size_t)rows[i].n * (kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total / TKVI_BLOCK);
     }
     for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
@@ -322,7 +319,7 @@ static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, in
     }
     tkvi_need_of(kv, paper);
     if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
-    tkvi_keep_pace(kv, opened, index);
+    tkvi_keep_pace(kv, fresh, index);
     return tkvi_make_room(kv, index, budget);
 }
 

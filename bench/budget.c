@@ -1,0 +1,131 @@
+/*
+ * budget.c - what a byte budget costs while tokens come one by one: how even the appends are, how near the bytes come
+ * to the budget, what the policy takes. All layers, one thread.
+ *
+ * cc -O2 bench/budget.c -o budget -lm -pthread && ./budget
+ *
+ *   --budgets 1000,50,25,18        percent of the FP16 bytes of all tokens; 0: no budget, everything exact
+ *   --tokens 8192 --runs 3
+ *   --layers 30 --heads 9 --kv-heads 3 --dim 64 --isa avx2 --csv       (the shape of SmolLM2-135M)
+ *
+ * A step is one token: an append to each layer, then attention in each layer, as a model does it but for its matrix
+ * products. The same work is done in each run, so of each token the least time of all runs counts (CPU time, without
+ * what the clock takes). `append us`: all layers of a token; `worst`: the largest against the median. Peak is the
+ * allocator's, levels are those gone through, turns the changes of direction. Keys are Gaussian: the budget's work does
+ * not depend on them.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "bench.h"
+
+enum { MAX_BUDGETS = 16 };
+
+typedef struct levels {
+    int n, last, up, turns;
+} levels;
+
+static void on_event(void *user, const tkv_event *e) {
+    levels *l = (levels *)user;
+    const int up = e->to > e->from;
+    if (e->kind != TKV_EVENT_LEVEL) return;
+    if (l->n && up != l->up) l->turns++;
+    l->up = up;
+    l->last = e->to;
+    l->n++;
+}
+
+static void least(double *x, double seconds, int run) {
+    if (run == 0 || seconds < *x) *x = seconds;
+}
+
+static void measure(const tkv_config *shape, int percent, int tokens, int runs, int csv, const float *values,
+                    const float *q) {
+    const size_t token = 4 * (size_t)shape->n_layers * (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
+    double *append = (double *)bench_alloc((size_t)tokens * sizeof *append), *step, mean = 0.0, whole = 0.0;
+    float *out = (float *)bench_alloc((size_t)(shape->n_heads * shape->head_dim) * sizeof(float));
+    tkv_budget_info b;
+    tkv_config cfg = *shape;
+    levels l;
+    int run, t, layer;
+    step = (double *)bench_alloc((size_t)tokens * sizeof *step);
+    cfg.budget_bytes = token * (size_t)tokens / 100 * (size_t)percent;
+    if (!percent) cfg.hot_tokens = TKV_ALL;
+    cfg.on_event = on_event;
+    cfg.event_user = &l;
+    for (run = 0; run < runs; run++) {
+        tkv_cache *kv;
+        memset(&l, 0, sizeof l);
+        bench_must(tkv_create(&cfg, &kv), "tkv_create");
+        for (t = 0; t < tokens; t++) {
+            const float *k = values + (size_t)(t % 512) * (size_t)(shape->n_kv_heads * shape->head_dim);
+            double t0 = bench_seconds(1), t1, t2;
+            for (layer = 0; layer < cfg.n_layers; layer++)
+                bench_must(tkv_append(kv, 0, layer, k, k + shape->head_dim, 1), tkv_last_error(kv));
+            t1 = bench_seconds(1);
+            for (layer = 0; layer < cfg.n_layers; layer++)
+                bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
+            t2 = bench_seconds(1);
+            least(&append[t], t1 - t0, run);
+            least(&step[t], t2 - t0, run);
+            if (t % 256 == 0)
+                fprintf(stderr, "\r%d %%: run %d of %d, %d tokens   ", percent, run + 1, runs, t);
+        }
+        bench_must(tkv_check(kv, NULL, 0), "tkv_check");
+        bench_must(tkv_budget(kv, &b), "tkv_budget");
+        tkv_destroy(kv);
+    }
+    for (t = 0; t < tokens; t++) {
+        mean += append[t] / tokens;
+        whole += step[t] / tokens;
+    }
+    qsort(append, (size_t)tokens, sizeof *append, bench_order);
+    qsort(step, (size_t)tokens, sizeof *step, bench_order);
+    bench_clear_line();
+    printf(csv ? "%d,%lu,%.4f,%d,%d,%lu,%.1f,%.1f,%.1f,%.1f,%.2f,%.1f,%.2f\n"
+               : "%5d %% %11lu %7.4f %6d %5d %8lu %8.1f %8.1f %8.1f %8.1f %7.2f %9.1f %8.2f\n",
+           percent, (unsigned long)b.budget, b.budget ? (double)b.peak / (double)b.budget : 0.0, b.level,
+           l.turns, (unsigned long)b.demoted, mean * 1e6, append[tokens / 2] * 1e6,
+           append[tokens - 1 - tokens / 100] * 1e6, append[tokens - 1] * 1e6,
+           append[tokens - 1] / append[tokens / 2], whole * 1e6, step[tokens - 1] / step[tokens / 2]);
+    fflush(stdout);
+    free(append);
+    free(step);
+    free(out);
+}
+
+int main(int argc, char **argv) {
+    const char *budgets = bench_option(argc, argv, "budgets"), *isa;
+    const int tokens = bench_number(argc, argv, "tokens", 8192), runs = bench_number(argc, argv, "runs", 3);
+    const int csv = bench_option(argc, argv, "csv") != NULL;
+    char word[32];
+    uint64_t seed = 1;
+    float *values, *q;
+    tkv_config cfg;
+    isa = bench_config(&cfg, argc, argv);
+    cfg.n_layers = bench_number(argc, argv, "layers", 30);
+    if (!bench_option(argc, argv, "heads")) cfg.n_heads = 9;
+    if (!bench_option(argc, argv, "kv-heads")) cfg.n_kv_heads = 3;
+    if (!bench_option(argc, argv, "dim")) cfg.head_dim = 64;
+    bench_must(tkv_config_validate(&cfg, NULL, 0), "shape");
+    if (tokens < 1024 || runs < 1) fprintf(stderr, "at least 1024 tokens, 1 run\n"), exit(1);
+    if (!budgets) budgets = "0,1000,50,25,18";
+    values = bench_values(&cfg, &seed);
+    q = bench_queries(&cfg, 1, &seed);
+    if (csv)
+        printf("percent,bytes,peak,level,turns,demoted,append_us,median_us,p99_us,max_us,worst,step_us,step_"
+               "worst\n");
+    else
+        printf("%d tokens one by one: %d layers, %d query and %d KV heads of %d, 1 thread, %s kernels\n"
+               "%7s %11s %7s %6s %5s %8s %8s %8s %8s %8s %7s %9s %8s\n",
+               tokens, cfg.n_layers, cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, isa, "budget", "bytes",
+               "peak", "level", "turns", "recoded", "append us", "median", "p99", "max", "worst", "step us",
+               "worst");
+    while (bench_word(&budgets, word, sizeof word)) measure(&cfg, atoi(word), tokens, runs, csv, values, q);
+    free(values);
+    free(q);
+    return 0;
+}
