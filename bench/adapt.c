@@ -1,0 +1,122 @@
+/*
+ * adapt.c - does quality feedback find the plan that a model needs? A text is read in windows by a cache that tkv_adapt
+ * moves along a ladder, and by an exact one; each piece of 64 tokens gives a score by both perplexities.
+ *
+ * cc -O2 bench/adapt.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
+ *
+ *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (target in thousandths)
+ *
+ * The ladder's archives are A40 + R40, A30 + R30, A25 + R20, A20 + R15, behind 32 hot and no warm tokens. Every window
+ * begins empty, so that all of it is coded at the levels of its time; positions below --from are not scored, where
+ * little is coded. It prints a line for each change and for each window.
+ */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE /* clock_gettime */
+#endif
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#include "../examples/llama.h"
+#include "bench.h"
+
+enum { PIECE = TKV_BLOCK_TOKENS };
+
+static const tkv_level ladder[] = {{32, TKV_NONE, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+                                   {32, TKV_NONE, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},
+                                   {32, TKV_NONE, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}},
+                                   {32, TKV_NONE, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}}};
+
+static double loss_of(const float *logits, int vocab, int token) { /* nats */
+    double top = (double)logits[0], sum = 0.0;
+    int i;
+    for (i = 1; i < vocab; i++)
+        if ((double)logits[i] > top) top = (double)logits[i];
+    for (i = 0; i < vocab; i++) sum += exp((double)logits[i] - top);
+    return top + log(sum) - (double)logits[token];
+}
+
+/* Reads the next piece; the mean loss of its predictions. */
+static double read_piece(const llama_model *m, tkv_cache *kv, const int *tokens, float *logits) {
+    double loss = 0.0;
+    int i;
+    bench_must(llama_forward(m, kv, 0, tokens, PIECE, logits, PIECE), "llama_forward");
+    for (i = 0; i < PIECE; i++)
+        loss += loss_of(logits + (size_t)i * (size_t)m->vocab, m->vocab, tokens[i + 1]) / PIECE;
+    return loss;
+}
+
+int main(int argc, char **argv) {
+    const int window = bench_number(argc, argv, "window", 1024),
+              windows = bench_number(argc, argv, "windows", 14);
+    const int from = bench_number(argc, argv, "from", 256), target = bench_number(argc, argv, "target", 970);
+    tkv_feedback_config want;
+    tkv_feedback_info info;
+    tkv_feedback f;
+    tkv_config cfg, exact;
+    tkv_cache *kv, *ref;
+    llama_model m;
+    size_t size;
+    char *text, err[200];
+    int *tokens, n, w, at, scores = 0;
+    float *logits;
+    if (argc < 3) return fprintf(stderr, "adapt MODEL TEXT [options]; its first lines say more\n"), 1;
+    if (!llama_load(argv[1], NULL, &m, err, sizeof err)) return fprintf(stderr, "adapt: %s\n", err), 1;
+    text = (char *)llama_read_file(argv[2], &size);
+    if (!text) return fprintf(stderr, "adapt: cannot read %s\n", argv[2]), 1;
+    size = size < (size_t)window * (size_t)windows * 8 ? size : (size_t)window * (size_t)windows * 8;
+    tokens = (int *)bench_alloc((size + 2) * sizeof *tokens);
+    n = llama_tokenize(&m, text, size, 0, tokens);
+    if (window % PIECE || n < window * windows + 1 || from >= window)
+        return fprintf(stderr, "adapt: the text has %d tokens; windows must be multiples of 64 in it\n", n),
+               1;
+    logits = (float *)bench_alloc((size_t)PIECE * (size_t)m.vocab * sizeof *logits);
+    memset(&want, 0, sizeof want);
+    want.target = (float)target / 1000.0f;
+    bench_must(tkv_feedback_init(&f, &want, NULL), "tkv_feedback_init");
+    cfg = tkv_config_default();
+    llama_kv_config(&m, &cfg);
+    exact = cfg;
+    exact.hot_tokens = TKV_ALL;
+    cfg.ladder = ladder;
+    cfg.n_levels = sizeof ladder / sizeof *ladder;
+    bench_must(tkv_create(&cfg, &kv), "tkv_create");
+    bench_must(tkv_create(&exact, &ref), "tkv_create");
+    bench_must(tkv_set_level(kv, bench_number(argc, argv, "level", 3)), "--level");
+    printf("%d windows of %d tokens, target %.3f\n", windows, window, target / 1000.0);
+    for (w = 0; w < windows; w++) {
+        double lost = 0.0, truth = 0.0;
+        tkv_advice a;
+        tkv_pair pair;
+        tkv_reset(kv, 0);
+        tkv_reset(ref, 0);
+        for (at = 0; at < window; at += PIECE) {
+            const int *piece = tokens + w * window + at;
+            const double is = read_piece(&m, kv, piece, logits), best = read_piece(&m, ref, piece, logits);
+            fprintf(stderr, "\rwindow %d, token %d   ", w, at);
+            if (at < from) continue;
+            lost += (is - best) * PIECE / (window - from);
+            truth += best * PIECE / (window - from);
+            bench_must(tkv_feedback_observe(&f, tkv_score_from_ppl(exp(best), exp(is))), "score");
+            scores++;
+            bench_must(tkv_adapt(kv, &f, &a), "tkv_adapt");
+            if (a.kind == TKV_ADVICE_KEEP) continue;
+            bench_clear_line();
+            printf("  after %3d scores: mean %.4f of %d, now level %d, %d hot tokens: %s\n", scores,
+                   (double)a.mean, a.samples, a.level, a.hot_tokens, a.reason);
+        }
+        bench_must(tkv_tier_pair(kv, 0, TKV_ARCHIVE, &pair), "tkv_tier_pair");
+        bench_must(tkv_feedback_read(&f, (window - from) / PIECE, &info), "tkv_feedback_read");
+        bench_clear_line();
+        printf("window %2d: perplexity %.3f, exact %.3f (%+.2f %%); mean score %.4f; now %s/%s\n", w,
+               exp(truth + lost), exp(truth), 100.0 * (exp(lost) - 1.0), (double)info.average,
+               tkv_format_name(pair.k), tkv_format_name(pair.v));
+        fflush(stdout);
+    }
+    tkv_destroy(kv);
+    tkv_destroy(ref);
+    free(logits);
+    free(tokens);
+    free(text);
+    llama_free(&m);
+    return 0;
+}
