@@ -802,7 +802,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
  * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
- * above the cache's own. TKV_ERR_ARG: not a number. */
+ * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
  * nothing. TKV_ERR_ARG without a budget. */
@@ -15125,9 +15125,13 @@ static int tkvi_may_relax(tkv_cache *kv) {
 static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    float outside;
     int level = kv->tables.level, target;
     tkvi_stale s;
-    target = tkvi_policy_sample(&kv->policy, own > kv->outside ? own : kv->outside, level);
+    tkvi_lock(&kv->policy.lock);
+    outside = kv->outside;
+    tkvi_unlock(&kv->policy.lock);
+    target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
     if (level < p->max_level &&
         (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
         !tkvi_next_stale(kv, 1, &s))
@@ -15137,8 +15141,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     kv->debt += (int64_t)(new_bytes + new_bytes / 2);
     while (kv->debt > 0) {
         size_t won = 0;
-        if (level > 0 &&
-            (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || kv->outside > p->threshold[level - 1]))
+        if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
             won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
         kv->debt = won ? kv->debt - (int64_t)won : 0;
     }
@@ -15255,10 +15258,11 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
 }
 
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
-    if (!kv) return TKV_ERR_ARG;
-    if (!tkvi_is_finite(pressure)) return tkvi_fail(kv, TKV_ERR_ARG, "pressure is not a number", 0, NULL);
+    if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
+    tkvi_lock(&kv->policy.lock);
     kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
-    return tkvi_ok(kv);
+    tkvi_unlock(&kv->policy.lock);
+    return TKV_OK;
 }
 
 #endif /* TKVI_BUDGET_H */

@@ -713,7 +713,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
  * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
- * above the cache's own. TKV_ERR_ARG: not a number. */
+ * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
  * nothing. TKV_ERR_ARG without a budget. */

@@ -610,6 +610,37 @@ TEST(scores_from_many_threads) {
 #endif
 }
 
+/* >>the pressure of the process, told by other threads while the cache is written to */
+static void *teller(void *user) {
+    int i;
+    for (i = 0; i < 3000; i++)
+        if (tkv_observe((tkv_cache *)user, (float)(i % 100) / 100.0f) != TKV_OK) fail_hard("observe");
+    return NULL;
+}
+
+TEST(pressure_from_many_threads) {
+#if !defined(__GNUC__) && !defined(__clang__)
+    SKIP("no atomics");
+#else
+    static float k[32], v[32];
+    pthread_t thread[SCORE_THREADS];
+    tkv_config cfg = tkv_config_default();
+    tkv_cache *kv = NULL;
+    int i, bad = 0;
+    cfg.n_layers = cfg.n_heads = 1;
+    cfg.head_dim = 32;
+    cfg.budget_bytes = 1000 * 1000;
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    for (i = 0; i < SCORE_THREADS; i++)
+        if (pthread_create(&thread[i], NULL, teller, kv)) fail_hard("no thread");
+    for (i = 0; i < 1500; i++) bad += tkv_append(kv, 0, 0, k, v, 1) != TKV_OK;
+    for (i = 0; i < SCORE_THREADS; i++) CHECK_EQ(pthread_join(thread[i], NULL), 0);
+    CHECK_EQ(bad, 0);
+    CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+    tkv_destroy(kv);
+#endif
+}
+
 #else /* no threads here */
 #define NO_THREADS_(name)                                                                                    \
     TEST(name) { SKIP("no threads here"); }
@@ -625,6 +656,7 @@ NO_THREADS_(callers_side_by_side)
 NO_THREADS_(callers_with_workers)
 NO_THREADS_(stack_is_as_promised)
 NO_THREADS_(scores_from_many_threads)
+NO_THREADS_(pressure_from_many_threads)
 #endif
 
 int main(int argc, char **argv) {
@@ -641,5 +673,6 @@ int main(int argc, char **argv) {
     RUN(figures_do_not_depend_on_threads);
     RUN(stack_is_as_promised);
     RUN(scores_from_many_threads);
+    RUN(pressure_from_many_threads);
     return tkv_test_end();
 }
