@@ -13577,6 +13577,21 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* >>events */
+static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                      const char *text) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.layer = layer;
+    e.from = from;
+    e.to = to;
+    e.bytes = bytes;
+    e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
 /* >>statistics: a piece that is there while a layer listens */
 static size_t tkvi_asked_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
@@ -14566,6 +14581,8 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
     if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
+    tkvi_tell(kv, TKV_EVENT_TABLE, layer, had, version, 0,
+              had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
 /* What those say who could not get the memory. */
@@ -14984,21 +15001,6 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
     return n;
 }
 
-/* >>events */
-static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
-                      const char *text) {
-    tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
-    memset(&e, 0, sizeof e);
-    e.kind = kind;
-    e.layer = layer;
-    e.from = from;
-    e.to = to;
-    e.bytes = bytes;
-    e.text = text;
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
-}
-
 /* An operation does not fit, at the last level either. */
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
@@ -15031,8 +15033,8 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same if all blocks were where this level wants them, and those that are
- * looser by now as well: `looser` also makes tighter ones as large as the level has them. */
+/* The same with all blocks that are looser than this level wants them where it wants them; or, `looser`, with the
+ * tighter ones as large as it has them. */
 static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
@@ -15087,7 +15089,6 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
         int8_t before; /* a table of what there is: it must get tighter now */
         if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
         tkvi_learn_end(kv, s.layer, before, 1);
-        tkvi_tell(kv, TKV_EVENT_TABLE, s.layer, -1, -1, 0, "a table was made early: bytes are needed");
         s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
     }
     kv->pool.spare = 0;

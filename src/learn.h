@@ -277,6 +277,8 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
     if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
+    tkvi_tell(kv, TKV_EVENT_TABLE, layer, had, version, 0,
+              had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
 /* What those say who could not get the memory. */

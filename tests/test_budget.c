@@ -255,6 +255,7 @@ TEST(relaxes_when_all_fits) {
     for (t = 0; t < 200; t++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
     CHECK_EQ(d.wrong, 0);
+    CHECK_LE(LAYERS, d.tables);
     for (t = 0; t < 1500; t++) CHECK_EQ(append_all(kv, 2, 1), TKV_OK);
     CHECK(budget_of(kv).level > 1);
     for (i = 1; i + 1 < d.n; i++) turns += (d.level[i + 1] > d.level[i]) != (d.level[i] > d.level[i - 1]);
