@@ -4,7 +4,7 @@ under a budget.
 
     python3 bench/plot.py build/quality/smollm2.csv bench/quality.svg
     python3 bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
-    python3 bench/plot.py --budget build/budget/*.csv bench/budget.svg
+    python3 bench/plot.py --budget build/budgets/*.csv bench/budget.svg
 
 Quality.
 Left: the format that old tokens have, metadata included. Right: the whole cache at the end of the window,
@@ -206,9 +206,10 @@ def draw_budgets(runs, path):
             axes.axhline(last["budget"] / 1e6, linestyle="--", color=colour, linewidth=0.8)
         for before, row in zip(rows, rows[1:]):
             if row["level"] != before["level"]:
-                axes.plot(row["tokens"], row["bytes"] / 1e6, "o", color=colour, markersize=4)
-                axes.annotate("%d" % row["level"], (row["tokens"], row["bytes"] / 1e6), (0, -11), color=colour,
-                              textcoords="offset points", fontsize=8, ha="center")
+                at = before["tokens"], before["bytes"] / 1e6
+                axes.plot(*at, "o", color=colour, markersize=4)
+                axes.annotate("%d" % row["level"], at, (0, -11), color=colour, textcoords="offset points", fontsize=8,
+                              ha="center")
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("MB, everything counted")
     axes.set_xlim(0)

@@ -283,7 +283,7 @@ static void print_table(const session *s, double time) {
         printf("  compression  %.2f times fewer bytes than FP16, everything counted\n", mem.ratio);
     else printf("  compression  none: exact, or too few tokens for what a cache takes at the start\n");
     printf("  refused      %s\n", commas((double)b.refused));
-    if (s->known)
+    if (s->known >= 64)
         printf("  perplexity   of %s tokens of the prompt %.3f, %.3f with the unlimited cache\n",
                commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
 }
@@ -305,7 +305,7 @@ int main(int argc, char **argv) {
     if (!o.model) o.model = DEMO;
     load(&o, &s.model, &s.cfg);
     context = context_of(&o, &s.model);
-    i = o.n < context / 2 ? o.n + 1 : context / 2;
+    i = !o.n ? 1 : o.n < context / 2 ? o.n : context / 2; /* tokens to leave room for */
     s.n_prompt = read_prompt(&s.model, &o, context - i, (o.n ? o.n : USUAL) + 1, 0, &s.tokens);
     s.total = o.n ? s.n_prompt + o.n : s.n_prompt < USUAL ? USUAL : s.n_prompt + 1;
     if (s.total > context) s.total = context;
