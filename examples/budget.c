@@ -122,7 +122,7 @@ static void set_budget(session *s, const char *text) {
 /* >>looking */
 /* The tokens from the oldest to the newest, by tier. */
 static const char *bar_of(const tkv_memory_info *mem) {
-    enum { WIDTH = 20 };
+    enum { WIDTH = 16 }; /* the line has to fit into 80 columns */
     static char bar[WIDTH + 1];
     double all = 0, sum = 0;
     int tier, from = 0, to;
@@ -146,10 +146,10 @@ static void show(session *s, const tkv_budget_info *b, const tkv_memory_info *me
     const double now = s->terminal ? seconds() : s->done;
     if (now < s->next && s->done < s->total) return;
     s->next = now + (s->terminal ? 0.05 : s->total / 16.0);
-    fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %7s", s->terminal ? "\r" : "",
-            commas(s->done), b->level, 100 * (double)b->policy.average, commas((double)mem->total / 1000));
-    if (b->budget) fprintf(stderr, " / %s", commas((double)b->budget / 1000));
-    fprintf(stderr, " kB  [%s]%s", bar_of(mem), s->terminal ? " " : "\n");
+    fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %6.2f", s->terminal ? "\r" : "",
+            commas(s->done), b->level, 100 * (double)b->policy.average, (double)mem->total / 1e6);
+    if (b->budget) fprintf(stderr, " / %.2f", (double)b->budget / 1e6);
+    fprintf(stderr, " MB  [%s]%s", bar_of(mem), s->terminal ? " " : "\n");
     s->shown = 1;
 }
 
@@ -335,7 +335,7 @@ int main(int argc, char **argv) {
     start = seconds();
     run(&s, &o);
     start = seconds() - start;
-    if (s.shown) fprintf(stderr, s.terminal ? "\n" : "");
+    if (s.shown && s.terminal) fprintf(stderr, "\n");
     if (s.csv && fclose(s.csv) != 0) fail("cannot write %s", w.csv);
     printf("\n");
     print_text(&s);
