@@ -11491,8 +11491,9 @@ static int tkvi_slots_of(const tkvi_class *c, size_t page) {
 }
 
 /* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
-static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, size_t page) {
-    uint64_t cost = 0;
+static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, int spare,
+                               size_t page) {
+    uint64_t cost = (uint64_t)spare * page;
     int i;
     for (i = 0; i < n; i++) {
         int slots = tkvi_slots_of(&classes[i], page);
@@ -11503,7 +11504,7 @@ static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks,
 }
 
 /* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
-static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n) {
+static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n, int spare) {
     size_t largest = 0, page, best = 0;
     uint64_t best_cost = 0;
     int i;
@@ -11511,7 +11512,7 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     for (i = 0; i < n; i++)
         for (page = (largest + classes[i].slot_bytes - 1) / classes[i].slot_bytes * classes[i].slot_bytes;
              page <= 4u * largest; page += classes[i].slot_bytes) {
-            uint64_t cost = tkvi_page_cost(classes, blocks, n, page);
+            uint64_t cost = tkvi_page_cost(classes, blocks, n, spare, page);
             if (best == 0 || cost < best_cost || (cost == best_cost && page < best)) {
                 best = page;
                 best_cost = cost;
@@ -11657,10 +11658,12 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
         if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
+    for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
+        of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
+    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
-    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
     return TKV_OK;
 }
 
@@ -15109,16 +15112,42 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
-/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
+/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
+ * where the next blocks would bring this level back? */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
+    const double budget = (double)kv->tables.cfg.budget_bytes;
+    double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    if ((double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0) <
-        (double)kv->tables.cfg.budget_bytes * (double)(p->threshold[level - 1] - p->hysteresis))
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0);
+    if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
+        bytes + 3.0 * (double)kv->lump < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
+}
+
+/* Does a layer still have to learn a table that some level wants? */
+static int tkvi_lacks_tables(const tkv_cache *kv) {
+    int i, lacks = 0;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++)
+        lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                 kv->tables.current[i] < 0;
+    return lacks;
+}
+
+/* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
+static void tkvi_learn_early(tkv_cache *kv) {
+    int i;
+    if (!tkvi_lazy(kv) || !tkvi_lacks_tables(kv) || tkvi_any_step(kv)) return;
+    if (tkvi_in_use(kv) + 2 * kv->lump < tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1)) return;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        const tkvi_plan *p = &kv->tables.plan[i];
+        int8_t had;
+        if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
+        if (tkvi_learn_begin(kv, i, 1, &had)) tkvi_learn_end(kv, i, had, 1);
+    }
 }
 
 /* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
@@ -15133,7 +15162,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     outside = kv->outside;
     tkvi_unlock(&kv->policy.lock);
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
-    if (level < p->max_level &&
+    if (level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
         (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
         !tkvi_next_stale(kv, 1, &s))
         tkvi_go_to_level(kv, level + 1);
@@ -15800,6 +15829,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
+    tkvi_learn_early(kv);
     st = tkvi_age_all(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {

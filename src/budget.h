@@ -276,16 +276,42 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
-/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare? */
+/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
+ * where the next blocks would bring this level back? */
 static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
+    const double budget = (double)kv->tables.cfg.budget_bytes;
+    double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    if ((double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0) <
-        (double)kv->tables.cfg.budget_bytes * (double)(p->threshold[level - 1] - p->hysteresis))
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0);
+    if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
+        bytes + 3.0 * (double)kv->lump < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
+}
+
+/* Does a layer still have to learn a table that some level wants? */
+static int tkvi_lacks_tables(const tkv_cache *kv) {
+    int i, lacks = 0;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++)
+        lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                 kv->tables.current[i] < 0;
+    return lacks;
+}
+
+/* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
+static void tkvi_learn_early(tkv_cache *kv) {
+    int i;
+    if (!tkvi_lazy(kv) || !tkvi_lacks_tables(kv) || tkvi_any_step(kv)) return;
+    if (tkvi_in_use(kv) + 2 * kv->lump < tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1)) return;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        const tkvi_plan *p = &kv->tables.plan[i];
+        int8_t had;
+        if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
+        if (tkvi_learn_begin(kv, i, 1, &had)) tkvi_learn_end(kv, i, had, 1);
+    }
 }
 
 /* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
@@ -300,7 +326,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     outside = kv->outside;
     tkvi_unlock(&kv->policy.lock);
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
-    if (level < p->max_level &&
+    if (level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
         (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
         !tkvi_next_stale(kv, 1, &s))
         tkvi_go_to_level(kv, level + 1);

@@ -402,8 +402,9 @@ static int tkvi_slots_of(const tkvi_class *c, size_t page) {
 }
 
 /* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
-static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, size_t page) {
-    uint64_t cost = 0;
+static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, int spare,
+                               size_t page) {
+    uint64_t cost = (uint64_t)spare * page;
     int i;
     for (i = 0; i < n; i++) {
         int slots = tkvi_slots_of(&classes[i], page);
@@ -414,7 +415,7 @@ static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks,
 }
 
 /* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
-static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n) {
+static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n, int spare) {
     size_t largest = 0, page, best = 0;
     uint64_t best_cost = 0;
     int i;
@@ -422,7 +423,7 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
     for (i = 0; i < n; i++)
         for (page = (largest + classes[i].slot_bytes - 1) / classes[i].slot_bytes * classes[i].slot_bytes;
              page <= 4u * largest; page += classes[i].slot_bytes) {
-            uint64_t cost = tkvi_page_cost(classes, blocks, n, page);
+            uint64_t cost = tkvi_page_cost(classes, blocks, n, spare, page);
             if (best == 0 || cost < best_cost || (cost == best_cost && page < best)) {
                 best = page;
                 best_cost = cost;
@@ -568,10 +569,12 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
         if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
     }
-    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes);
+    for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
+        of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
+    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
-    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
     return TKV_OK;
 }
 

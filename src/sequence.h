@@ -482,6 +482,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
+    tkvi_learn_early(kv);
     st = tkvi_age_all(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {

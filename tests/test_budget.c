@@ -60,6 +60,7 @@ static void tell(int seq, int layer, int from, int n) {
 
 static tkv_status append(tkv_cache *kv, int seq, int layer, int n) {
     tkv_status st;
+    if (told[seq][layer].len + n > LONGEST) return TKV_ERR_CAPACITY; /* the story's end */
     fresh(n);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (!st) tell(seq, layer, 0, n);
@@ -190,12 +191,13 @@ TEST(growth_stays_within) {
     check_growth(1000 * 1000, 7);
     check_growth(900 * 1000, 64);
     check_growth(1100 * 1000, CHUNK);
-    check_growth(800 * 1000, 1);
+    check_growth(500 * 1000, 1);
+    check_growth(500 * 1000, 64);
 }
 
 /* Exact until a level is needed; then the oldest first, a level at a time. */
 TEST(oldest_first) {
-    tkv_config cfg = small(1000 * 1000);
+    tkv_config cfg = small(800 * 1000);
     tkv_cache *kv = make(&cfg);
     int t, l, i, level = 0;
     forget_all();
@@ -205,7 +207,7 @@ TEST(oldest_first) {
         b = budget_of(kv);
         CHECK_LE(b.level, level + 1); /* one at a time */
         if (level == 0 && b.level == 0 && t % 100 == 0) CHECK_EQ(reads_well(kv, 0, 1), t + 1);
-        if (level == 0 && b.level == 1) CHECK_LE(0.79 * 1000e3, b.used);
+        if (level == 0 && b.level == 1) CHECK_LE(0.79 * 800e3, b.used);
         level = b.level;
         for (l = 0; l < LAYERS && t % 50 == 0; l++) { /* blocks get looser towards the newest */
             const tkvi_list *list = tkvi_list_of(kv, 0, l);
@@ -237,7 +239,7 @@ static void note(void *user, const tkv_event *e) {
 
 /* Relaxes when sequences end, not before all would fit; then tightens again. */
 TEST(relaxes_when_all_fits) {
-    tkv_config cfg = small(1000 * 1000);
+    tkv_config cfg = small(800 * 1000);
     diary d;
     tkv_cache *kv;
     int i, t, turns = 0;
@@ -265,6 +267,45 @@ TEST(relaxes_when_all_fits) {
     sound(kv);
     (void)all_read_well(kv);
     tkv_destroy(kv);
+}
+
+/* With steps and without, small budgets hold what tkv_max_context says, and levels do not go to and fro. */
+TEST(steps_reach_as_far) {
+    static const size_t budgets[] = {900 * 1000, 1024 * 1000, 1258 * 1000, 1433 * 1000};
+    int i, steps, l, t;
+    for (i = 0; i < COUNT(budgets); i++)
+        for (steps = 0; steps < 2; steps++) {
+            tkv_config cfg = small(budgets[i]);
+            diary d;
+            tkv_cache *kv;
+            tkv_status st = TKV_OK;
+            int context = -1;
+            memset(&d, 0, sizeof d);
+            cfg.max_seqs = 1;
+            cfg.head_dim = 2 * DIM;
+            cfg.on_event = note;
+            cfg.event_user = &d;
+            CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
+            kv = make(&cfg);
+            for (t = 0; t < 4000 && !st; t++) {
+                fresh(2);
+                if (steps) st = tkv_begin(kv, 0);
+                for (l = 0; l < LAYERS && !st; l++) st = tkv_append(kv, 0, l, k_in, v_in, 1);
+                if (steps && !st) st = tkv_commit(kv, 0);
+            }
+            if (st) {
+                CHECK_EQ(st, TKV_ERR_BUDGET);
+                CHECK_LE(context, t - 1);
+                CHECK_LE(t - 1, context + BLOCK);
+            } else {
+                CHECK_LE(4000, context);
+            }
+            for (l = 0; l < d.n; l++) CHECK_EQ(d.level[l], l + 1);
+            CHECK_EQ(d.wrong, 0);
+            if (steps) (void)tkv_abort(kv, 0);
+            sound(kv);
+            tkv_destroy(kv);
+        }
 }
 
 /* What came with the last append stays exact until the sequence's next one, whoever presses. */
@@ -307,7 +348,7 @@ TEST(profiles_and_ladders) {
     /* the caller's ladder, and a layer that says something of itself */
     memset(layers, 0, sizeof layers);
     layers[1].hot_tokens = TKV_ALL;
-    cfg = small(1300 * 1000);
+    cfg = small(950 * 1000);
     cfg.ladder = eight;
     cfg.n_levels = COUNT(eight);
     cfg.layers = layers;
@@ -463,7 +504,7 @@ TEST(hot_tokens_and_level_by_hand) {
 }
 
 TEST(steps_and_reservations) {
-    tkv_config cfg = small(950 * 1000);
+    tkv_config cfg = small(560 * 1000);
     purse p;
     tkv_cache *kv;
     int t, l, i, kept = 0;
@@ -489,7 +530,7 @@ TEST(steps_and_reservations) {
         } else {
             CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
         }
-        CHECK_LE(p.most, 950 * 1000);
+        CHECK_LE(p.most, 560 * 1000);
         if (t % 40 == 0) sound(kv);
     }
     sound(kv);
@@ -504,7 +545,7 @@ TEST(steps_and_reservations) {
     CHECK_EQ(st, TKV_ERR_BUDGET);
     for (i = 0; i < 100; i++) CHECK_EQ(append_all(kv, 1, 1), TKV_OK);
     sound(kv);
-    CHECK_LE(p.most, 950 * 1000);
+    CHECK_LE(p.most, 560 * 1000);
     tkv_destroy(kv);
 }
 
@@ -722,7 +763,7 @@ static int from_env(const char *name, int otherwise) {
 }
 
 static void check_random(int config, uint64_t seed, int calls) {
-    static const size_t budgets[] = {1000 * 1000, 850 * 1000, 1300 * 1000, 900 * 1000};
+    static const size_t budgets[] = {700 * 1000, 550 * 1000, 1000 * 1000, 600 * 1000};
     const size_t top = budgets[config % 4];
     tkv_config cfg = small(top);
     tkv_cache *kv;
@@ -838,7 +879,7 @@ TEST(feedback_moves_the_plan) {
     CHECK_EQ(tkv_adapt(kv, NULL, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);
     /* under a budget: not finer than memory allows, never cheaper than it must be */
-    cfg = small(800 * 1000);
+    cfg = small(480 * 1000);
     forget_all();
     kv = make(&cfg);
     for (scores = 0; scores < 1200; scores++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
@@ -909,6 +950,7 @@ int main(int argc, char **argv) {
     RUN(growth_stays_within);
     RUN(oldest_first);
     RUN(relaxes_when_all_fits);
+    RUN(steps_reach_as_far);
     RUN(last_append_is_exact);
     RUN(profiles_and_ladders);
     RUN(budget_goes_down_and_up);
