@@ -1022,9 +1022,11 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
 /* For tokens without known weights: the most that q.k can be for keys between low and high, channel by channel, such as
  * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
-/* The k (at most n) highest scores, best first; of equal ones the older first. TKV_ERR_NONFINITE: out is untouched.
- * O(n + k log k). */
-TKV_API tkv_status tkv_importance_top(const float *score, int n, int k, int *out);
+/* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
+ * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to be
+ * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count);
 
 /* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
  * spilled copy or recomputation: decoding coded bytes restores nothing. */
@@ -13371,22 +13373,30 @@ static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
     }
 }
 
-TKV_API tkv_status tkv_importance_top(const float *score, int n, int k, int *out) {
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count) {
     tkvi_ranks r;
-    uint64_t last;
-    int i, equal, found = 0;
-    if (n < 0 || n >= 1 << 30 || k < 0 || (n > 0 && !score) || (n > 0 && k > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++)
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-    k = tkvi_min(k, n);
-    if (k == 0) return TKV_OK;
+    uint64_t last = 0;
+    int i, equal = 0, found = 0, there = 0;
+    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
+        return TKV_ERR_ARG;
     memset(&r, 0, sizeof r);
     r.n = n;
     r.score = score;
+    r.without = without;
     r.turn = 0xffffffffu;
-    last = tkvi_select(&r, k, &equal);
     for (i = 0; i < n; i++) {
-        const uint64_t rank = tkvi_rank(&r, i);
+        if (!tkvi_takes_part(&r, i)) continue;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        there++;
+    }
+    k = tkvi_min(k, there);
+    *count = k;
+    if (k > 0) last = tkvi_select(&r, k, &equal);
+    for (i = 0; i < n && found < k; i++) {
+        uint64_t rank;
+        if (!tkvi_takes_part(&r, i)) continue;
+        rank = tkvi_rank(&r, i);
         if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
     }
     for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
@@ -14012,10 +14022,10 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
            (2.0 * r->cfg.layer_params + attention);
 }
 
-/* The same, times the chance that it is asked for: old blocks less, those that nothing looks at not at all. */
+/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
+ * looks at it. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    if (use < 0.0) return 0.0;
     return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
@@ -14080,8 +14090,8 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= r->cfg.threshold) {
         tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
-        for (i = run.at; i < n && run.freed < need; i++) { /* sinks stay as they are */
-            const size_t saved = blocks[i].start < r->cfg.sink_tokens ? 0 : tkvi_remat_saved(blocks + i);
+        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+            const size_t saved = tkvi_remat_saved(blocks + i);
             if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
             run.freed += saved;
         }

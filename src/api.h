@@ -933,9 +933,11 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
 /* For tokens without known weights: the most that q.k can be for keys between low and high, channel by channel, such as
  * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
-/* The k (at most n) highest scores, best first; of equal ones the older first. TKV_ERR_NONFINITE: out is untouched.
- * O(n + k log k). */
-TKV_API tkv_status tkv_importance_top(const float *score, int n, int k, int *out);
+/* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
+ * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to be
+ * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count);
 
 /* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
  * spilled copy or recomputation: decoding coded bytes restores nothing. */

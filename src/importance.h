@@ -177,22 +177,30 @@ static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
     }
 }
 
-TKV_API tkv_status tkv_importance_top(const float *score, int n, int k, int *out) {
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count) {
     tkvi_ranks r;
-    uint64_t last;
-    int i, equal, found = 0;
-    if (n < 0 || n >= 1 << 30 || k < 0 || (n > 0 && !score) || (n > 0 && k > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++)
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-    k = tkvi_min(k, n);
-    if (k == 0) return TKV_OK;
+    uint64_t last = 0;
+    int i, equal = 0, found = 0, there = 0;
+    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
+        return TKV_ERR_ARG;
     memset(&r, 0, sizeof r);
     r.n = n;
     r.score = score;
+    r.without = without;
     r.turn = 0xffffffffu;
-    last = tkvi_select(&r, k, &equal);
     for (i = 0; i < n; i++) {
-        const uint64_t rank = tkvi_rank(&r, i);
+        if (!tkvi_takes_part(&r, i)) continue;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        there++;
+    }
+    k = tkvi_min(k, there);
+    *count = k;
+    if (k > 0) last = tkvi_select(&r, k, &equal);
+    for (i = 0; i < n && found < k; i++) {
+        uint64_t rank;
+        if (!tkvi_takes_part(&r, i)) continue;
+        rank = tkvi_rank(&r, i);
         if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
     }
     for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);

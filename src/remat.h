@@ -63,10 +63,10 @@ TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layer
            (2.0 * r->cfg.layer_params + attention);
 }
 
-/* The same, times the chance that it is asked for: old blocks less, those that nothing looks at not at all. */
+/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
+ * looks at it. */
 static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    if (use < 0.0) return 0.0;
     return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
 }
 
@@ -131,8 +131,8 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
     if (pressure >= r->cfg.threshold) {
         tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
-        for (i = run.at; i < n && run.freed < need; i++) { /* sinks stay as they are */
-            const size_t saved = blocks[i].start < r->cfg.sink_tokens ? 0 : tkvi_remat_saved(blocks + i);
+        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+            const size_t saved = tkvi_remat_saved(blocks + i);
             if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
             run.freed += saved;
         }

@@ -47,6 +47,9 @@ TEST(strategies) {
     CHECK_NEAR(x[0], -1, 0);
     CHECK_NEAR(x[1], -2, 0);
     CHECK_NEAR(x[2], -1, 0);
+    cfg.low = .25f; /* what is at it is not below it */
+    scores_of(&cfg, mass, 2, 3, 0, x);
+    CHECK_NEAR(x[1], -1, 0);
     cfg = strategy(TKV_IMPORTANCE_RECENCY); /* read at 5: ages 5, 4, 3 */
     scores_of(&cfg, mass, 2, 3, 2, x);
     for (i = 0; i < 3; i++) CHECK_NEAR(x[i], exp(-(5.0 - i) / 64), 1e-6);
@@ -212,35 +215,44 @@ TEST(top) {
     static float score[MANY];
     static int out[MANY], want[MANY];
     tkv_rng r = tkv_rng_seed(5);
-    int round, i;
-    CHECK_EQ(tkv_importance_top(x, 7, 4, out), TKV_OK);
+    uint64_t without[(MANY + 63) / 64];
+    int round, i, count;
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 4, out, &count), TKV_OK);
     CHECK(out[0] == 1 && out[1] == 3 && out[2] == 6 && out[3] == 5);
-    CHECK_EQ(tkv_importance_top(x, 7, 2, out), TKV_OK);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, &count), TKV_OK);
     CHECK(out[0] == 1 && out[1] == 3);
     for (round = 0; round < 200; round++) {
         const int n = 1 + tkv_rng_below(&r, MANY), k = tkv_rng_below(&r, n + 3);
         const int kinds = round % 2 ? 6 : 1000000; /* many equal ones */
+        int there = 0;
+        for (i = 0; i < COUNT(without); i++) without[i] = tkv_rng_u64(&r) & tkv_rng_u64(&r);
         for (i = 0; i < n; i++) {
+            const int out_of_it = round % 5 < 2 && (without[i / 64] >> (i % 64) & 1);
             score[i] = (float)(tkv_rng_below(&r, kinds) - kinds / 2) * (round % 3 ? 1e-3f : 1e30f);
             if (tkv_rng_below(&r, 9) == 0) score[i] = tkv_test_float(tkv_rng_below(&r, 2) ? 0x80000000u : 0u);
-            want[i] = i;
+            if (out_of_it) score[i] = NAN_;
+            else want[there++] = i;
         }
         sorted_by = score;
-        qsort(want, (size_t)n, sizeof *want, better);
+        qsort(want, (size_t)there, sizeof *want, better);
         memset(out, 0xff, sizeof out);
-        CHECK_EQ(tkv_importance_top(score, n, k, out), TKV_OK);
-        CHECK_MEM(out, want, (size_t)(k < n ? k : n) * sizeof *out);
-        if (k < n) CHECK_EQ(out[k], -1); /* writes no more than it says */
+        CHECK_EQ(tkv_importance_top(score, round % 5 < 2 ? without : NULL, n, k, out, &count), TKV_OK);
+        CHECK_EQ(count, k < there ? k : there);
+        CHECK_MEM(out, want, (size_t)count * sizeof *out);
+        if (count < n) CHECK_EQ(out[count], -1); /* writes no more than it says */
     }
+    count = 55;
     out[0] = 77;
     score[0] = NAN_;
-    CHECK_EQ(tkv_importance_top(score, 3, 2, out), TKV_ERR_NONFINITE);
-    CHECK_EQ(tkv_importance_top(x, -1, 2, out), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, 7, -1, out), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(NULL, 7, 1, out), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, 7, 1, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_importance_top(x, 7, 0, NULL), TKV_OK);
-    CHECK_EQ(tkv_importance_top(NULL, 0, 5, NULL), TKV_OK);
+    CHECK_EQ(tkv_importance_top(score, NULL, 3, 2, out, &count), TKV_ERR_NONFINITE);
+    CHECK_EQ(tkv_importance_top(x, NULL, -1, 2, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, -1, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(NULL, NULL, 7, 1, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 1, NULL, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, NULL), TKV_ERR_ARG);
+    CHECK_EQ(count, 55);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 0, NULL, &count), TKV_OK);
+    CHECK_EQ(tkv_importance_top(NULL, NULL, 0, 5, NULL, &count), TKV_OK);
     CHECK_EQ(out[0], 77);
 }
 
@@ -367,6 +379,8 @@ TEST(h2o_new_token_survives) {
     v.mass = mass;
     evict(&cfg, &v, 7, &victims); /* 4 sinks, 1 recent: the least of 4, 5 and 6 */
     CHECK_EQ(victims, 1 << 6);
+    evict(&cfg, &v, 4, &victims); /* no room for all sinks either: 3 of them and the newest */
+    CHECK_EQ(victims, 0x78);
     cfg = policy(TKV_EVICT_H2O, 0, 3);
     evict(&cfg, &v, 4, &victims);
     CHECK_EQ(victims, 0x1e);
@@ -412,6 +426,8 @@ TEST(tova) { /* the last query's weights, the newest token's own among them */
 TEST(snapkv) {
     static const float observed[] = {0, 9, 0, 0, 0, 3, 3, 0, 0, 0};
     static const double pooled[] = {3, 3, 3, 0, 1, 2, 2, 3, 3, 3};
+    const uint64_t alive = 0x3f7;
+    float holed[10];
     tkv_evict_config cfg = policy(TKV_EVICT_SNAPKV, 0, 3);
     tkv_evict_view v = view_of(10);
     float score[10];
@@ -431,6 +447,14 @@ TEST(snapkv) {
     CHECK_NEAR(score[3], 12. / 5, 1e-6);
     CHECK_NEAR(score[4], 6. / 5, 1e-6);
     CHECK_NEAR(score[6], 6. / 5, 1e-6);
+    memcpy(holed, observed, sizeof holed); /* what is gone has no say */
+    holed[3] = NAN_;
+    v.observed = holed;
+    v.alive = &alive;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_NEAR(score[4], 6. / 5, 1e-6);
+    v.observed = observed;
+    v.alive = NULL;
     cfg.kind = TKV_EVICT_PYRAMIDKV; /* the same choice within another budget */
     evict(&cfg, &v, 5, &victims);
     CHECK_EQ(victims, 0x73);
@@ -698,7 +722,6 @@ TEST(names_and_needs) {
             CHECK_EQ(tkv_evict_score(&cfg, &v, score), tkv_evict_needs(kind) ? TKV_ERR_ARG : TKV_OK);
     }
     CHECK(!tkv_evict_name(TKV_EVICT_KINDS));
-    CHECK(!tkv_evict_name((tkv_evict_kind)-1));
     CHECK_EQ(tkv_evict_from_name("best", &kind), TKV_ERR_ARG);
     CHECK_EQ(tkv_evict_from_name(NULL, &kind), TKV_ERR_ARG);
     CHECK_EQ(tkv_evict_needs(TKV_EVICT_H2O), TKV_EVICT_NEEDS_MASS);
@@ -806,6 +829,64 @@ TEST(budget_holds_for_every_policy) {
         budget_holds((tkv_evict_kind)kind, 300, 60, 20, 0);
         budget_holds((tkv_evict_kind)kind, 300, 60, 20, 100);
         budget_holds((tkv_evict_kind)kind, 1, 5, 1, 0);
+    }
+}
+
+/* A needle that every query looks at, in a haystack that gets a little each: where attention counts it outlives 600
+ * tokens in a budget of 64, where age counts it does not. */
+TEST(needle) {
+    static const struct {
+        tkv_evict_kind kind;
+        tkv_importance_strategy strategy;
+        int stays;
+    } cases[] = {{TKV_EVICT_SLIDING, TKV_IMPORTANCE_HYBRID, 0},
+                 {TKV_EVICT_FIFO, TKV_IMPORTANCE_HYBRID, 0},
+                 {TKV_EVICT_H2O, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_TOVA, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCISSORHANDS, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_ACCUMULATION, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_HEAVY_HITTER, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_PERSISTENCE, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_RECENCY, 0}};
+    enum { NEEDLE = 20, BUDGET = 64, STEPS = 600 };
+    int c;
+    for (c = 0; c < COUNT(cases); c++) {
+        tkv_importance_config how = strategy(cases[c].strategy);
+        tkv_evict_config cfg;
+        tkv_importance tokens[BUDGET + 1];
+        float scores[BUDGET + 1];
+        small s;
+        uint64_t victims[2];
+        tkv_rng r = tkv_rng_seed(77);
+        int now, i, there = 0;
+        memset(&s, 0, sizeof s);
+        memset(&cfg, 0, sizeof cfg);
+        cfg.kind = cases[c].kind;
+        for (now = 0; now < STEPS; now++) {
+            if (tkv_evict_due(&cfg, s.n, 1, BUDGET) > 0) {
+                tkv_evict_view v = view_of_small(&s);
+                const int n = s.n;
+                CHECK_EQ(tkv_importance_read(&how, tokens, s.position, n, now, scores), TKV_OK);
+                v.scores = scores;
+                evict(&cfg, &v, n - tkv_evict_due(&cfg, n, 1, BUDGET), victims);
+                drop(&s, victims);
+                CHECK_EQ(tkv_evict_compact(victims, n, tokens, sizeof *tokens), s.n);
+            }
+            s.position[s.n] = now;
+            s.mass[s.n] = s.lows[s.n] = 0;
+            memset(&tokens[s.n++], 0, sizeof *tokens);
+            for (i = 0; i < s.n; i++) {
+                s.last[i] = (float)tkv_rng_uniform(&r) * 1.2f / (float)s.n;
+                if (s.position[i] == NEEDLE) s.last[i] = .4f;
+                s.mass[i] += s.last[i];
+                s.lows[i] += (float)(s.last[i] < 1.0f / (float)s.n);
+            }
+            CHECK_EQ(tkv_importance_add(&how, tokens, s.last, s.n, now), TKV_OK);
+        }
+        for (i = 0; i < s.n; i++) there |= s.position[i] == NEEDLE;
+        CHECK_MSG(there == cases[c].stays, "%s, %s", tkv_evict_name(cases[c].kind),
+                  tkv_importance_name(cases[c].strategy));
     }
 }
 
@@ -1025,7 +1106,7 @@ TEST(budgets) {
     memset(&b, 0, sizeof b);
     b.n_layers = 4;
     b.total = 3;
-    for (l = 0; l < 9; l++) {
+    for (l = 0; l < 10; l++) {
         tkv_evict_budget bad = b;
         if (l == 0) bad.n_layers = 0;
         if (l == 1) bad.n_layers = 4097;
@@ -1036,6 +1117,7 @@ TEST(budgets) {
         if (l == 6) bad.beta = 101;
         if (l == 7) bad.window = -7;
         if (l == 8) bad.n_tokens = -1;
+        if (l == 9) bad.shape = TKV_EVICT_LINEAR, bad.total = 4 * (int64_t)((1 << 30) - 1); /* no int */
         x[0] = 5;
         CHECK_EQ(tkv_evict_budgets(&bad, x), TKV_ERR_ARG);
         CHECK_EQ(x[0], 5);
@@ -1131,7 +1213,12 @@ TEST(remat_decides) {
     cfg.quantize_price = 1e6; /* quality is dear: dropping is cheaper than coding */
     r = open_remat(&cfg);
     CHECK_STR(decide(&r, b, 1, 2500, &freed), "keeekkkkkkkkkkkk");
+    cfg.quantize_price = 400; /* age halves the price of block 1, 649 a byte; 911 become 473 for block 2 */
+    cfg.age_tokens = 896;
+    r = open_remat(&cfg);
+    CHECK_STR(decide(&r, b, 1, 2500, &freed), "keqqqkkkkkkkkkkk");
     cfg.quantize_price = 0;
+    cfg.age_tokens = 0;
     r = open_remat(&cfg);
     for (i = 1; i < 3; i++) b[i].use = -1; /* nobody looks at these two */
     CHECK_STR(decide(&r, b, 1, 2500, &freed), "keeqkkkkkkkkkkkk");
@@ -1190,6 +1277,11 @@ TEST(remat_step_budget) {
     b[5].use = NAN_;
     CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
     b[5].use = 0;
+    b[5].layers = 3;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].layers = -1;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].layers = 0;
     CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1022, 1, 1, a, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, NAN_, 1, a, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, NULL, NULL), TKV_ERR_ARG);
@@ -1308,6 +1400,7 @@ int main(int argc, char **argv) {
     RUN(names_and_needs);
     RUN(none_is_an_error_at_capacity);
     RUN(budget_holds_for_every_policy);
+    RUN(needle);
     RUN(due);
     RUN(batches);
     RUN(lists_and_compaction);
