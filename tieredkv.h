@@ -1128,8 +1128,8 @@ typedef struct tkv_evict_result {
     int sinks, recent; /* protection as it was: yielded to the budget */
 } tkv_evict_result;
 /* Bits of the tokens to drop, n / 64 words rounded up, and (may be NULL) what that makes: of the tokens alive at most
- * `keep`, or all that are protected and pinned. Errors, nothing written: TKV_ERR_BUDGET ("none"), TKV_ERR_NONFINITE,
- * TKV_ERR_ARG, TKV_ERR_CONFIG. O(n), 1 KiB of stack. */
+ * `keep`, or all that are protected and pinned. `victims` lies apart from the view's masks. Errors, nothing written:
+ * TKV_ERR_BUDGET ("none"), TKV_ERR_NONFINITE, TKV_ERR_ARG, TKV_ERR_CONFIG. O(n), 1 KiB of stack. */
 TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
                                     const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
 /* How many must go before `incoming` tokens come to n where `budget` are allowed: 0, or a batch, or more if need
