@@ -13165,9 +13165,10 @@ typedef struct tkvi_ranks {
     uint32_t turn;               /* all bits: the highest scores come first, the lowest index still does */
 } tkvi_ranks;
 
+/* Bits of a float in the order of floats, both zeros alike: the sign turned, and all else where it was set. */
 static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
-    const uint32_t u = tkvi_bits(r->score[i]), size = u & 0x7fffffffu;
-    const uint32_t order = size == 0 ? 0x80000000u : u > size ? 0x7fffffffu - size : 0x80000000u + size;
+    const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
+    const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
     return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | (order ^ r->turn);
 }
 
