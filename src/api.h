@@ -65,6 +65,16 @@
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_evict_budgets TKV_NAME_(tkv_evict_budgets)
+#define tkv_evict_compact TKV_NAME_(tkv_evict_compact)
+#define tkv_evict_due TKV_NAME_(tkv_evict_due)
+#define tkv_evict_from_name TKV_NAME_(tkv_evict_from_name)
+#define tkv_evict_key_norms TKV_NAME_(tkv_evict_key_norms)
+#define tkv_evict_list TKV_NAME_(tkv_evict_list)
+#define tkv_evict_name TKV_NAME_(tkv_evict_name)
+#define tkv_evict_needs TKV_NAME_(tkv_evict_needs)
+#define tkv_evict_score TKV_NAME_(tkv_evict_score)
+#define tkv_evict_select TKV_NAME_(tkv_evict_select)
 #define tkv_feedback_advise TKV_NAME_(tkv_feedback_advise)
 #define tkv_feedback_init TKV_NAME_(tkv_feedback_init)
 #define tkv_feedback_observe TKV_NAME_(tkv_feedback_observe)
@@ -75,6 +85,13 @@
 #define tkv_format_from_name TKV_NAME_(tkv_format_from_name)
 #define tkv_format_name TKV_NAME_(tkv_format_name)
 #define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
+#define tkv_importance_add TKV_NAME_(tkv_importance_add)
+#define tkv_importance_aggregate TKV_NAME_(tkv_importance_aggregate)
+#define tkv_importance_bound TKV_NAME_(tkv_importance_bound)
+#define tkv_importance_name TKV_NAME_(tkv_importance_name)
+#define tkv_importance_promote TKV_NAME_(tkv_importance_promote)
+#define tkv_importance_read TKV_NAME_(tkv_importance_read)
+#define tkv_importance_top TKV_NAME_(tkv_importance_top)
 #define tkv_init_in_place TKV_NAME_(tkv_init_in_place)
 #define tkv_isa_available TKV_NAME_(tkv_isa_available)
 #define tkv_isa_name TKV_NAME_(tkv_isa_name)
@@ -100,6 +117,10 @@
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_remat_decide TKV_NAME_(tkv_remat_decide)
+#define tkv_remat_flops TKV_NAME_(tkv_remat_flops)
+#define tkv_remat_init TKV_NAME_(tkv_remat_init)
+#define tkv_remat_restore TKV_NAME_(tkv_remat_restore)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
 #define tkv_reset TKV_NAME_(tkv_reset)
@@ -863,6 +884,257 @@ TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes 
  * if `read` stopped; the rest as tkv_thresholds_parse. */
 TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
                                        size_t size, char *reason, size_t reason_size);
+
+/* >>what to keep. Rules for importance, eviction and recomputation, as pure functions and small structs of the
+ * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache, allocate
+ * nothing, and no cache calls them yet. Everything is decided alike on every machine but for the rounding of scores;
+ * of equal tokens the older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask
+ * are bit i % 64 of word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
+ *
+ * Importance of a token at step `now`, from the attention it got and from its age:
+ *     attention * A(now) + recency * e^(-(now - position) / tau)
+ * A takes in a step's mass: it is decayed by decay^(now - step of the last time), then the mass is added (or A is
+ * the larger of both). So a token that nobody touches costs nothing, and the order of calls within a step is
+ * no matter. The recency is that of the moment, not summed up over steps: it counts the same however often
+ * tokens are touched. */
+typedef enum tkv_importance_strategy {
+    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
+    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
+    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
+    TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
+    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
+    TKV_IMPORTANCE_STRATEGIES
+} tkv_importance_strategy;
+typedef struct tkv_importance_config { /* zero means the strategy's own */
+    tkv_importance_strategy strategy;
+    float decay;     /* per step, above 0 and at most 1 */
+    float attention; /* weight of A, 0 to 1e6 */
+    float recency;   /* weight of the age, 0 to 1e6 */
+    float tau;       /* steps, 1 to 2^30; 0: 64 */
+    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+} tkv_importance_config;
+typedef struct tkv_importance { /* of one token; zeroed: it never got any attention */
+    float attention;            /* A as of `step` */
+    int step;
+} tkv_importance;
+/* NULL: there is no such strategy. */
+TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy);
+/* One step's mass of n tokens (tkv_attend_params.mass, or a score of the caller's), finite and not negative.
+ * TKV_ERR_ARG: a pointer is missing, `now` is below 0 or before a token's last step; TKV_ERR_NONFINITE: a mass is no
+ * such number; TKV_ERR_CONFIG. O(n). */
+TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
+                                      const float *mass, int n, int now);
+/* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
+TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
+                                       const int *position, int n, int now, float *out);
+typedef enum tkv_importance_heads {
+    TKV_IMPORTANCE_MEAN = 0,
+    TKV_IMPORTANCE_MAX,
+    TKV_IMPORTANCE_SUM
+} tkv_importance_heads;
+/* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
+TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
+                                            int n_heads, int n, float *out);
+/* For tokens without known weights: the most that q.k can be for keys between low and high, channel by channel, such as
+ * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
+TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
+/* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
+ * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to be
+ * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count);
+
+/* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
+ * spilled copy or recomputation: decoding coded bytes restores nothing. */
+#define TKV_IMPORTANCE_PER_STEP 64
+typedef struct tkv_importance_promotion_config { /* zero means default */
+    float threshold;                             /* least importance; 0: .05 */
+    int per_step;                                /* at most 64; 0: 8 */
+    int cooldown;                                /* steps from a move to the next; 0: 4; TKV_NONE: none */
+} tkv_importance_promotion_config;
+typedef struct tkv_importance_promotion { /* zeroed, then cfg */
+    tkv_importance_promotion_config cfg;
+    int step, used;                        /* promoted at this step */
+    uint64_t promoted, no_source, waiting; /* since the beginning; no_source: calls where some had none */
+} tkv_importance_promotion;
+/* Up to per_step a step, in `out` (room for TKV_IMPORTANCE_PER_STEP), the most important first, and *count. `source`:
+ * bits of those that have a better source; NULL: none has. moved[i]: the step at which i last changed its tier,
+ * TKV_NONE: never; it becomes `now` for those that are promoted, and the caller sets it where it demotes.
+ * Errors, nothing changed: TKV_ERR_ARG (`now` before the last call's as well), TKV_ERR_NONFINITE, TKV_ERR_CONFIG.
+ * O(n), and some more for each promotion. */
+TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
+                                          const uint64_t *source, int *moved, int n, int now, int *out,
+                                          int *count);
+
+/* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
+ * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
+ * evict.h. */
+typedef enum tkv_evict_kind {
+    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
+    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
+    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
+    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
+    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
+    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
+    TKV_EVICT_USER,         /* "user": by cfg.scorer */
+    TKV_EVICT_KINDS
+} tkv_evict_kind;
+TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
+TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
+
+/* What is known of the tokens of a layer. Beside n a policy needs what tkv_evict_needs says, the rest may be NULL. */
+typedef enum tkv_evict_need {
+    TKV_EVICT_NEEDS_MASS = 1, /* bits */
+    TKV_EVICT_NEEDS_OBSERVED = 2,
+    TKV_EVICT_NEEDS_LAST = 4,
+    TKV_EVICT_NEEDS_NORMS = 8,
+    TKV_EVICT_NEEDS_KEYS = 16,
+    TKV_EVICT_NEEDS_LOWS = 32,
+    TKV_EVICT_NEEDS_SCORES = 64
+} tkv_evict_need;
+TKV_API int tkv_evict_needs(tkv_evict_kind kind); /* bits; 0: nothing, or no such policy */
+typedef struct tkv_evict_view {
+    int n;
+    const uint64_t *alive;  /* NULL: all slots hold a token; else those of these bits: others are not read */
+    const int *position;    /* rising, not negative; NULL: 0 .. n-1 */
+    const uint64_t *pinned; /* NULL, or bits of tokens that stay whatever the budget says */
+    /* NULL, or: all of a lower priority go before one of a higher. 0 is usual, -128 for what has expired */
+    const signed char *priority;
+    const float *mass;     /* attention since the token came, summed over queries and heads */
+    const float *observed; /* the same from the prompt's last cfg.recent_tokens queries alone */
+    const float *last;     /* weights of the last query, mean of the heads */
+    const float *norms;    /* of keys, mean of the KV heads: tkv_evict_key_norms */
+    const float *keys;     /* [n][n_kv_heads][head_dim] */
+    int n_kv_heads, head_dim;
+    /* How often below an even share: "persistence", negated or not. A history window begins where the caller
+     * zeroes its tokens, after each batch, say */
+    const float *lows;
+    const float *scores; /* of the caller's; high ones stay */
+} tkv_evict_view;
+
+typedef struct tkv_evict_config { /* zero means default */
+    tkv_evict_kind kind;
+    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
+     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
+     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
+     * then sinks, then the other recent ones. */
+    int sink_tokens, recent_tokens;
+    int pool;      /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
+    uint64_t seed; /* of "random" */
+    /* "user": the score of slot i, high ones stay */
+    float (*scorer)(void *user, const tkv_evict_view *view, int i);
+    void *user;
+    /* when, see tkv_evict_due */
+    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
+    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
+} tkv_evict_config;
+/* Scores of all slots (of those that are not alive, 0): high ones stay. TKV_ERR_CONFIG: cfg; TKV_ERR_ARG: the policy
+ * needs what view has not, n or positions are wrong. TKV_ERR_NONFINITE: a token's score is no finite number; `score`
+ * is not of use then. O(n), "keydiff" and tkv_evict_key_norms O(n * n_kv_heads * head_dim). */
+TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score);
+typedef struct tkv_evict_result {
+    int evicted, kept;
+    int over;          /* kept - keep where pins do not let the budget hold; else 0 */
+    int sinks, recent; /* protection as it was: yielded to the budget */
+} tkv_evict_result;
+/* Bits of the tokens to drop, n / 64 words rounded up, and (may be NULL) what that makes: of the tokens alive at most
+ * `keep`, or all that are protected and pinned. `victims` lies apart from the view's masks. Errors, nothing written:
+ * TKV_ERR_BUDGET ("none"), TKV_ERR_NONFINITE, TKV_ERR_ARG, TKV_ERR_CONFIG. O(n), 1 KiB of stack. */
+TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
+                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out);
+/* How many must go before `incoming` tokens come to n where `budget` are allowed: 0, or a batch, or more if need
+ * be. */
+TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget);
+/* Slots of the bits, rising; returns how many. `out` has room for all of them. */
+TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out);
+/* Moves what stays to the front of an array [n] of elements of `size` bytes, in order; returns how many. For positions
+ * (so they stay what they were), importance, or anything else that is kept by slot. */
+TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size);
+/* out[i]: mean over KV heads of |k|. keys [n][n_kv_heads][head_dim]. */
+TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out);
+
+/* Budgets of layers: how the tokens of `total` (all layers together) are shared. Their sum is `total` exactly; parts
+ * of tokens go to the largest remainders, of equal ones to the lower layer. */
+typedef enum tkv_evict_shape {
+    TKV_EVICT_UNIFORM = 0,
+    /* PyramidKV: layer l gets w + max - l * (max - min) / (n_layers - 1), where C = total / n_layers,
+     * min = (C - w) / beta, max = 2 (C - w) - min; if max > n - w: max = n - w, min = 2 (C - w) - max.
+     * Uniform unless max >= min >= w */
+    TKV_EVICT_PYRAMID,
+    TKV_EVICT_LINEAR /* layer l of L gets a share of L - l; at least 1 */
+} tkv_evict_shape;
+typedef struct tkv_evict_budget {
+    tkv_evict_shape shape;
+    int n_layers;  /* 1 to 4096 */
+    int64_t total; /* 0 to n_layers * (2^30 - 1); LINEAR: from n_layers */
+    int n_tokens;  /* n: length of the sequence, for PYRAMID */
+    int window;    /* w: tokens that every layer keeps; 0: 8, the authors'; TKV_NONE: none */
+    int beta;      /* 1 to 100; 0: 20 */
+} tkv_evict_budget;
+/* out[n_layers]. TKV_ERR_ARG: a number is out of range. O(n_layers). */
+TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
+
+/* >>rematerialization: what may be dropped because it can be computed again. Keys and values of tokens a to b - 1 in
+ * the first `layers` layers, everything before them being there, cost
+ *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)   FLOPs:
+ * a token cannot be computed without its prefix, nor a layer without those below. So whole blocks go, front to
+ * back, and come back in the same order. */
+typedef struct tkv_remat_config {
+    /* the model; required */
+    int n_layers, n_heads, head_dim;
+    double layer_params; /* weights of a layer that a token is multiplied with */
+    /* the rule; zero means default */
+    float threshold;       /* pressure from which on anything is done; 0: .9 */
+    int min_materialized;  /* tokens that stay; 0: 512; TKV_NONE: none */
+    int sink_tokens;       /* never dropped; 0: 4; TKV_NONE: none */
+    float age_tokens;      /* at this age a token is half as likely to be asked for; 0: 4096 */
+    double quantize_price; /* FLOPs that freeing a byte by coding costs, its loss included; 0: 8, the work */
+    double step_flops;     /* recomputation of one step, at most; 0: no limit */
+} tkv_remat_config;
+typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_EVICT, TKV_REMAT_QUANTIZE } tkv_remat_action;
+typedef struct tkv_remat_block {
+    int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
+    int layers;             /* 1 + the highest layer that this is of; 0: all */
+    int dropped;            /* 1: it is gone already */
+    size_t bytes;           /* held now */
+    size_t quantized_bytes; /* in the next tighter format; as many or more: there is none */
+    float use; /* share of steps that look at it, up to 1; 0: not known, as 1; below 0: it never is */
+} tkv_remat_block;
+typedef struct tkv_remat_info {
+    uint64_t kept, evicted, quantized; /* decisions, blocks */
+    uint64_t over_budget;              /* blocks that could not go: one alone costs more than step_flops */
+    uint64_t freed;                    /* bytes, by both */
+    uint64_t restored, waited; /* blocks: recomputed, had to wait for another step (or another call) */
+    double flops;              /* of recomputation */
+} tkv_remat_info;
+typedef struct tkv_remat { /* of tkv_remat_init; read info as you like */
+    tkv_remat_config cfg;
+    int step;
+    double spent; /* at this step */
+    tkv_remat_info info;
+} tkv_remat;
+/* TKV_ERR_CONFIG, and *reason (may be NULL) says why: r is untouched. */
+TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason);
+/* The formula; layers 0: all. -1: a number is out of range. */
+TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
+/* What to do with blocks (n, oldest first, all that there are) so that `need` bytes become free, now being the position
+ * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below the
+ * threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance that it
+ * is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not enough
+ * more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no block that
+ * costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
+TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed);
+/* How many of the dropped blocks, front to back, may be recomputed at this step (a number that does not fall); what
+ * they cost counts as spent. TKV_ERR_ARG: as above, or `step` is before the last one. */
+TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
+                                     int *count);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

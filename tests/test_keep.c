@@ -1,0 +1,1417 @@
+/*
+ * test_keep.c - what to keep: importance and promotion, eviction, rematerialization. Each policy by hand against its
+ * own paper's definition, the rules at their limits, and the selection against a plain sort.
+ */
+#include "kit.h"
+
+#include <math.h>
+
+enum { MANY = 700 };
+#define NAN_ tkv_test_float(0x7fc00000u)
+#define INF_ tkv_test_float(0x7f800000u)
+
+/* >>importance */
+static tkv_importance_config strategy(tkv_importance_strategy s) {
+    tkv_importance_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.strategy = s;
+    return cfg;
+}
+
+/* Scores after so many steps of mass [steps][n], read `late` steps after the last. */
+static void scores_of(const tkv_importance_config *cfg, const float *mass, int steps, int n, int late,
+                      float *out) {
+    tkv_importance tokens[8];
+    int s;
+    memset(tokens, 0, sizeof tokens);
+    for (s = 0; s < steps; s++) CHECK_EQ(tkv_importance_add(cfg, tokens, mass + s * n, n, n - 1 + s), TKV_OK);
+    CHECK_EQ(tkv_importance_read(cfg, tokens, NULL, n, n - 2 + steps + late, out), TKV_OK);
+}
+
+TEST(strategies) {
+    static const float mass[] = {.5f, .25f, .25f, .1f, .1f, .8f};
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_ACCUMULATION);
+    float x[3];
+    int i;
+    scores_of(&cfg, mass, 2, 3, 0, x);
+    CHECK_NEAR(x[0], .6, 1e-6);
+    CHECK_NEAR(x[1], .35, 1e-6);
+    CHECK_NEAR(x[2], 1.05, 1e-6);
+    cfg = strategy(TKV_IMPORTANCE_HEAVY_HITTER);
+    scores_of(&cfg, mass, 2, 3, 5, x);
+    CHECK_NEAR(x[0], .5, 1e-6);
+    CHECK_NEAR(x[1], .25, 1e-6);
+    CHECK_NEAR(x[2], .8, 1e-6);
+    cfg = strategy(TKV_IMPORTANCE_PERSISTENCE); /* an even share is 1/3 */
+    scores_of(&cfg, mass, 2, 3, 0, x);
+    CHECK_NEAR(x[0], -1, 0);
+    CHECK_NEAR(x[1], -2, 0);
+    CHECK_NEAR(x[2], -1, 0);
+    cfg.low = .25f; /* what is at it is not below it */
+    scores_of(&cfg, mass, 2, 3, 0, x);
+    CHECK_NEAR(x[1], -1, 0);
+    cfg = strategy(TKV_IMPORTANCE_RECENCY); /* read at 5: ages 5, 4, 3 */
+    scores_of(&cfg, mass, 2, 3, 2, x);
+    for (i = 0; i < 3; i++) CHECK_NEAR(x[i], exp(-(5.0 - i) / 64), 1e-6);
+    cfg = strategy(TKV_IMPORTANCE_HYBRID); /* read one step after the last, ages 4, 3, 2 */
+    cfg.tau = 10;
+    scores_of(&cfg, mass, 2, 3, 1, x);
+    for (i = 0; i < 3; i++)
+        CHECK_NEAR(x[i], .7 * .95 * (.95 * (double)mass[i] + (double)mass[3 + i]) + .3 * exp(-(4.0 - i) / 10),
+                   1e-6);
+    CHECK_STR(tkv_importance_name(TKV_IMPORTANCE_HYBRID), "hybrid");
+    CHECK_STR(tkv_importance_name(TKV_IMPORTANCE_PERSISTENCE), "persistence");
+    CHECK(!tkv_importance_name(TKV_IMPORTANCE_STRATEGIES));
+}
+
+/* A token that is touched now and then has what it has when it gets 0 in between. */
+TEST(decay_is_lazy) {
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
+    tkv_importance often[MANY], seldom[MANY];
+    static float mass[MANY], zero[MANY], a[MANY], b[MANY];
+    tkv_rng r = tkv_rng_seed(3);
+    int step, i;
+    memset(often, 0, sizeof often);
+    memset(seldom, 0, sizeof seldom);
+    for (step = 0; step < 300; step++) {
+        for (i = 0; i < MANY; i++) mass[i] = (float)tkv_rng_uniform(&r);
+        CHECK_EQ(tkv_importance_add(&cfg, often, zero, MANY, MANY + step), TKV_OK);
+        if (step % 17) continue;
+        CHECK_EQ(tkv_importance_add(&cfg, often, mass, MANY, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_importance_add(&cfg, seldom, mass, MANY, MANY + step), TKV_OK);
+    }
+    CHECK_EQ(tkv_importance_read(&cfg, often, NULL, MANY, MANY + 300, a), TKV_OK);
+    CHECK_EQ(tkv_importance_read(&cfg, seldom, NULL, MANY, MANY + 300, b), TKV_OK);
+    for (i = 0; i < MANY; i++) CHECK_NEAR(a[i], b[i], 1e-5);
+}
+
+/* Pieces of a step's mass, in whatever order and split, come to the same bits. */
+TEST(order_is_irrelevant) {
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
+    tkv_importance a[MANY], b[MANY];
+    static float mass[MANY], x[MANY], y[MANY];
+    static int position[MANY];
+    tkv_rng r = tkv_rng_seed(4);
+    int step, i;
+    memset(a, 0, sizeof a);
+    memset(b, 0, sizeof b);
+    for (step = 0; step < 50; step++) {
+        const int cut = tkv_rng_below(&r, MANY);
+        for (i = 0; i < MANY; i++) mass[i] = (float)tkv_rng_uniform(&r);
+        CHECK_EQ(tkv_importance_add(&cfg, a, mass, MANY, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_importance_add(&cfg, b + cut, mass + cut, MANY - cut, MANY + step), TKV_OK);
+        CHECK_EQ(tkv_importance_add(&cfg, b, mass, cut, MANY + step), TKV_OK);
+    }
+    CHECK_MEM(a, b, sizeof a);
+    for (i = 0; i < MANY; i++) position[i] = i;
+    CHECK_EQ(tkv_importance_read(&cfg, a, NULL, MANY, 1000, x), TKV_OK);
+    for (i = 0; i < MANY; i += 100)
+        CHECK_EQ(tkv_importance_read(&cfg, b + i, position + i, 100, 1000, y + i), TKV_OK);
+    CHECK_MEM(x, y, sizeof x);
+}
+
+TEST(heads) {
+    static const float w[] = {.2f, .8f, 9, .6f, .4f, 9, .1f, .9f, 9};
+    float x[2];
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_MEAN, w, 3, 3, 2, x), TKV_OK);
+    CHECK_NEAR(x[0], .3, 1e-6);
+    CHECK_NEAR(x[1], .7, 1e-6);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_MAX, w, 3, 3, 2, x), TKV_OK);
+    CHECK_NEAR(x[0], .6, 0 + 1e-7);
+    CHECK_NEAR(x[1], .9, 0 + 1e-7);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 3, 3, 2, x), TKV_OK);
+    CHECK_NEAR(x[0], .9, 1e-6);
+    CHECK_NEAR(x[1], 2.1, 1e-6);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 1, 2, x), TKV_OK);
+    CHECK_NEAR(x[1], .8, 1e-7);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, NULL, 0, 1, 0, NULL), TKV_OK);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 0, 2, x), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_aggregate((tkv_importance_heads)3, w, 0, 1, 2, x), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_aggregate(TKV_IMPORTANCE_SUM, w, 0, 1, 2, NULL), TKV_ERR_ARG);
+}
+
+TEST(bounds) {
+    static const float q[] = {2, -1, .5f}, low[] = {-1, -3, 0}, high[] = {1, 4, 0};
+    static float key[3], query[3], least[3], most[3];
+    tkv_rng r = tkv_rng_seed(2);
+    int i, c, t;
+    CHECK_NEAR(tkv_importance_bound(q, low, high, 3), 5, 1e-6);
+    CHECK_NEAR(tkv_importance_bound(q, low, high, 1), 2, 1e-6);
+    CHECK_EQ(tkv_importance_bound(NULL, low, high, 3), 0);
+    for (i = 0; i < 200; i++) { /* no key between gives more */
+        float bound;
+        for (c = 0; c < 3; c++) {
+            query[c] = (float)tkv_rng_gauss(&r);
+            least[c] = (float)tkv_rng_gauss(&r);
+            most[c] = least[c] + (float)tkv_rng_uniform(&r);
+        }
+        bound = tkv_importance_bound(query, least, most, 3);
+        for (t = 0; t < 20; t++) {
+            double dot = 0;
+            for (c = 0; c < 3; c++) {
+                key[c] = least[c] + (most[c] - least[c]) * (float)tkv_rng_uniform(&r);
+                dot += (double)key[c] * (double)query[c];
+            }
+            CHECK_LE(dot, (double)bound + 1e-5);
+        }
+    }
+}
+
+TEST(importance_refuses) {
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID), bad;
+    tkv_importance t[2], same[2];
+    float mass[2], out[2];
+    int i;
+    memset(t, 0, sizeof t);
+    mass[0] = mass[1] = .5f;
+    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 7), TKV_OK);
+    memcpy(same, t, sizeof t);
+    out[0] = out[1] = 9;
+    for (i = 0; i < 4; i++) {
+        mass[1] = i == 0 ? NAN_ : i == 1 ? INF_ : i == 2 ? -1.0f : .5f;
+        CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, i == 3 ? 6 : 8),
+                 i == 3 ? TKV_ERR_ARG : TKV_ERR_NONFINITE);
+    }
+    CHECK_EQ(tkv_importance_add(&cfg, t, NULL, 2, 8), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_add(&cfg, NULL, mass, 2, 8), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_add(&cfg, t, mass, -1, 8), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, -1), TKV_ERR_ARG);
+    for (i = 0; i < 7; i++) {
+        bad = cfg;
+        if (i == 0) bad.decay = 1.5f;
+        if (i == 1) bad.decay = -.5f;
+        if (i == 2) bad.decay = NAN_;
+        if (i == 3) bad.strategy = TKV_IMPORTANCE_STRATEGIES;
+        if (i == 4) bad.tau = .5f;
+        if (i == 5) bad.attention = -1;
+        if (i == 6) bad.low = INF_;
+        CHECK_EQ(tkv_importance_add(&bad, t, mass, 2, 8), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_importance_read(&bad, t, NULL, 2, 8, out), TKV_ERR_CONFIG);
+    }
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 6, out), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 8, NULL), TKV_ERR_ARG);
+    CHECK_MEM(t, same, sizeof t);
+    CHECK(out[0] == 9 && out[1] == 9);
+    CHECK_EQ(tkv_importance_add(NULL, t, mass, 0, 8), TKV_OK); /* no config: all defaults; nothing to do */
+    CHECK_EQ(tkv_importance_read(NULL, NULL, NULL, 0, 8, NULL), TKV_OK);
+    t[0].step = t[1].step = 0; /* far in the future nothing is left, and nothing odd happens */
+    t[0].attention = 3e38f;
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 2147483647, out), TKV_OK);
+    CHECK_EQ(out[0], 0);
+    t[0].step = -1;
+    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 9), TKV_ERR_ARG);
+}
+
+/* >>the best */
+static const float *sorted_by;
+static int better(const void *a, const void *b) {
+    const int i = *(const int *)a, j = *(const int *)b;
+    const float x = sorted_by[i], y = sorted_by[j];
+    return x > y ? -1 : x < y ? 1 : i < j ? -1 : i > j;
+}
+
+TEST(top) {
+    static const float x[] = {1, 5, -2, 5, 0, 3, 5};
+    static float score[MANY];
+    static int out[MANY], want[MANY];
+    tkv_rng r = tkv_rng_seed(5);
+    uint64_t without[(MANY + 63) / 64];
+    int round, i, count;
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 4, out, &count), TKV_OK);
+    CHECK(out[0] == 1 && out[1] == 3 && out[2] == 6 && out[3] == 5);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, &count), TKV_OK);
+    CHECK(out[0] == 1 && out[1] == 3);
+    for (round = 0; round < 200; round++) {
+        const int n = 1 + tkv_rng_below(&r, MANY), k = tkv_rng_below(&r, n + 3);
+        const int kinds = round % 2 ? 6 : 1000000; /* many equal ones */
+        int there = 0;
+        for (i = 0; i < COUNT(without); i++) without[i] = tkv_rng_u64(&r) & tkv_rng_u64(&r);
+        for (i = 0; i < n; i++) {
+            const int out_of_it = round % 5 < 2 && (without[i / 64] >> (i % 64) & 1);
+            score[i] = (float)(tkv_rng_below(&r, kinds) - kinds / 2) * (round % 3 ? 1e-3f : 1e30f);
+            if (tkv_rng_below(&r, 9) == 0) score[i] = tkv_test_float(tkv_rng_below(&r, 2) ? 0x80000000u : 0u);
+            if (out_of_it) score[i] = NAN_;
+            else want[there++] = i;
+        }
+        sorted_by = score;
+        qsort(want, (size_t)there, sizeof *want, better);
+        memset(out, 0xff, sizeof out);
+        CHECK_EQ(tkv_importance_top(score, round % 5 < 2 ? without : NULL, n, k, out, &count), TKV_OK);
+        CHECK_EQ(count, k < there ? k : there);
+        CHECK_MEM(out, want, (size_t)count * sizeof *out);
+        if (count < n) CHECK_EQ(out[count], -1); /* writes no more than it says */
+    }
+    count = 55;
+    out[0] = 77;
+    score[0] = NAN_;
+    CHECK_EQ(tkv_importance_top(score, NULL, 3, 2, out, &count), TKV_ERR_NONFINITE);
+    CHECK_EQ(tkv_importance_top(x, NULL, -1, 2, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, -1, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(NULL, NULL, 7, 1, out, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 1, NULL, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 2, out, NULL), TKV_ERR_ARG);
+    CHECK_EQ(count, 55);
+    CHECK_EQ(tkv_importance_top(x, NULL, 7, 0, NULL, &count), TKV_OK);
+    CHECK_EQ(tkv_importance_top(NULL, NULL, 0, 5, NULL, &count), TKV_OK);
+    CHECK_EQ(out[0], 77);
+}
+
+/* >>promotion */
+TEST(promotion) {
+    tkv_importance_promotion p;
+    static float score[70];
+    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
+    int moved[70], out[TKV_IMPORTANCE_PER_STEP], count, i;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < 70; i++) moved[i] = TKV_NONE;
+    score[3] = .2f, score[69] = .9f, score[5] = .2f, score[8] = .05f, score[9] = .049f, score[64] = .5f;
+    source[1] &= ~(uint64_t)1; /* 64 has none */
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, 10, out, &count), TKV_OK);
+    CHECK_EQ(count, 4); /* 8 is at the threshold, 9 below, 64 without a source */
+    CHECK(out[0] == 69 && out[1] == 3 && out[2] == 5 && out[3] == 8);
+    CHECK(moved[69] == 10 && moved[8] == 10 && moved[9] == TKV_NONE && moved[64] == TKV_NONE);
+    CHECK_EQ(p.promoted, 4);
+    CHECK_EQ(p.no_source, 1);
+    for (i = 11; i < 14; i++) { /* they cool down */
+        CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, i, out, &count), TKV_OK);
+        CHECK_EQ(count, 0);
+    }
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 70, 14, out, &count), TKV_OK);
+    CHECK_EQ(count, 4);
+    CHECK_EQ(p.waiting, 12);
+    CHECK_EQ(tkv_importance_promote(&p, score, NULL, moved, 70, 30, out, &count), TKV_OK);
+    CHECK_EQ(count, 0); /* without a source there is none */
+}
+
+TEST(promotion_budget) {
+    tkv_importance_promotion p;
+    static float score[100];
+    uint64_t source[2] = {~(uint64_t)0, ~(uint64_t)0};
+    int moved[100], out[TKV_IMPORTANCE_PER_STEP], count, i, step, all = 0;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < 100; i++) {
+        moved[i] = TKV_NONE;
+        score[i] = 1.0f + (float)(i * 37 % 100);
+    }
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 50, 1, out, &count), TKV_OK);
+    CHECK_EQ(count, 8);
+    for (i = 1; i < 8; i++) CHECK(score[out[i - 1]] > score[out[i]]);
+    CHECK_EQ(tkv_importance_promote(&p, score + 50, source, moved + 50, 50, 1, out, &count), TKV_OK);
+    CHECK_EQ(count, 0); /* the step's are used up */
+    CHECK_EQ(tkv_importance_promote(&p, score + 50, source, moved + 50, 50, 2, out, &count), TKV_OK);
+    CHECK_EQ(count, 8);
+    memset(&p, 0, sizeof p);
+    p.cfg.per_step = 3;
+    p.cfg.cooldown = 40;
+    for (i = 0; i < 100; i++) moved[i] = TKV_NONE;
+    for (step = 0; step < 33; step++) { /* everybody once, the best first */
+        CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, step, out, &count), TKV_OK);
+        CHECK_EQ(count, 3);
+        for (i = 0; i < count; i++, all++) CHECK_EQ(score[out[i]], 100 - all);
+    }
+    CHECK_EQ(p.promoted, 99);
+    p.cfg.per_step = 65;
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 99, out, &count), TKV_ERR_CONFIG);
+    p.cfg.per_step = 3;
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 31, out, &count), TKV_ERR_ARG);
+    score[4] = NAN_;
+    count = 55;
+    CHECK_EQ(tkv_importance_promote(&p, score, source, moved, 100, 99, out, &count), TKV_ERR_NONFINITE);
+    CHECK_EQ(count, 55);
+    CHECK_EQ(p.promoted, 99);
+    CHECK_EQ(tkv_importance_promote(NULL, score, source, moved, 100, 99, out, &count), TKV_ERR_ARG);
+}
+
+/* >>eviction, by hand */
+static tkv_evict_config policy(tkv_evict_kind kind, int sinks, int recent) {
+    tkv_evict_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.kind = kind;
+    cfg.sink_tokens = sinks ? sinks : TKV_NONE;
+    cfg.recent_tokens = recent ? recent : TKV_NONE;
+    return cfg;
+}
+
+static tkv_evict_view view_of(int n) {
+    tkv_evict_view v;
+    memset(&v, 0, sizeof v);
+    v.n = n;
+    return v;
+}
+
+static tkv_evict_result evict(const tkv_evict_config *cfg, const tkv_evict_view *v, int keep,
+                              uint64_t *victims) {
+    static float score[4 * MANY];
+    tkv_evict_result r;
+    memset(&r, 0, sizeof r);
+    CHECK_EQ(tkv_evict_score(cfg, v, score), TKV_OK);
+    CHECK_EQ(tkv_evict_select(cfg, v, score, keep, victims, &r), TKV_OK);
+    return r;
+}
+
+TEST(h2o) { /* the seed's: 5, 1, 3, 4, the least goes */
+    static const float mass[] = {5, 1, 3, 4};
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
+    tkv_evict_view v = view_of(4);
+    tkv_evict_result r;
+    uint64_t victims;
+    v.mass = mass;
+    r = evict(&cfg, &v, 3, &victims);
+    CHECK_EQ(victims, 2);
+    CHECK_EQ(r.evicted, 1);
+    CHECK_EQ(r.kept, 3);
+    CHECK_EQ(r.over, 0);
+    evict(&cfg, &v, 1, &victims);
+    CHECK_EQ(victims, 14);
+    cfg.sink_tokens = 2; /* now 1 is a sink */
+    evict(&cfg, &v, 3, &victims);
+    CHECK_EQ(victims, 4);
+}
+
+/* The newest has nothing yet and must not go for that, or the cache freezes at what came first. */
+TEST(h2o_new_token_survives) {
+    static const float mass[] = {9, 8, 7, 6, 5, 4, 3, 0};
+    tkv_evict_config cfg;
+    tkv_evict_view v = view_of(8);
+    uint64_t victims;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.kind = TKV_EVICT_H2O;
+    v.mass = mass;
+    evict(&cfg, &v, 7, &victims); /* 4 sinks, 1 recent: the least of 4, 5 and 6 */
+    CHECK_EQ(victims, 1 << 6);
+    evict(&cfg, &v, 4, &victims); /* no room for all sinks either: 3 of them and the newest */
+    CHECK_EQ(victims, 0x78);
+    cfg = policy(TKV_EVICT_H2O, 0, 3);
+    evict(&cfg, &v, 4, &victims);
+    CHECK_EQ(victims, 0x1e);
+    evict(&cfg, &v, 1, &victims); /* whatever the budget: the newest */
+    CHECK_EQ(victims, 0x7f);
+}
+
+TEST(sliding) { /* the seed's: ten tokens, five of which stay: 0, 1, 7, 8, 9 */
+    tkv_evict_config cfg = policy(TKV_EVICT_SLIDING, 2, 3);
+    tkv_evict_view v = view_of(10);
+    tkv_evict_result r;
+    uint64_t victims;
+    r = evict(&cfg, &v, 5, &victims);
+    CHECK_EQ(victims, 0x7c);
+    CHECK_EQ(r.evicted, 5);
+    cfg = policy(TKV_EVICT_SLIDING, 4, 64); /* sinks and window are more than the budget */
+    r = evict(&cfg, &v, 8, &victims);
+    CHECK_EQ(victims, 0x30);
+    CHECK_EQ(r.kept, 8);
+    CHECK_EQ(r.sinks, 4);
+    CHECK_EQ(r.recent, 4);
+    r = evict(&cfg, &v, 3, &victims); /* the newest, then sinks */
+    CHECK_EQ(victims, 0x1fc);
+    CHECK_EQ(r.sinks, 2);
+    cfg = policy(TKV_EVICT_FIFO, 0, 0);
+    cfg.sink_tokens = 0;
+    evict(&cfg, &v, 5, &victims);
+    CHECK_EQ(victims, 0x1f);
+}
+
+TEST(tova) { /* the last query's weights, the newest token's own among them */
+    static const float last[] = {.3f, .05f, .2f, .05f, .4f};
+    tkv_evict_config cfg = policy(TKV_EVICT_TOVA, 0, 0);
+    tkv_evict_view v = view_of(5);
+    uint64_t victims;
+    v.last = last;
+    evict(&cfg, &v, 4, &victims);
+    CHECK_EQ(victims, 2); /* of equal ones the older */
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 2 | 4 | 8);
+}
+
+TEST(snapkv) {
+    static const float observed[] = {0, 9, 0, 0, 0, 3, 3, 0, 0, 0};
+    static const double pooled[] = {3, 3, 3, 0, 1, 2, 2, 3, 3, 3};
+    const uint64_t alive = 0x3f7;
+    float holed[10];
+    tkv_evict_config cfg = policy(TKV_EVICT_SNAPKV, 0, 3);
+    tkv_evict_view v = view_of(10);
+    float score[10];
+    uint64_t victims;
+    int i;
+    v.observed = observed;
+    cfg.pool = 3;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    for (i = 0; i < 10; i++) CHECK_NEAR(score[i], pooled[i], 1e-6);
+    evict(&cfg, &v, 7, &victims);
+    CHECK_EQ(victims, 0x38);
+    cfg.pool = 1; /* without pooling the neighbours of 1 go */
+    evict(&cfg, &v, 7, &victims);
+    CHECK_EQ(victims, 0x0d);
+    cfg.pool = 0; /* 5: a neighbour of a neighbour stays */
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_NEAR(score[3], 12. / 5, 1e-6);
+    CHECK_NEAR(score[4], 6. / 5, 1e-6);
+    CHECK_NEAR(score[6], 6. / 5, 1e-6);
+    memcpy(holed, observed, sizeof holed); /* what is gone has no say */
+    holed[3] = NAN_;
+    v.observed = holed;
+    v.alive = &alive;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_NEAR(score[4], 6. / 5, 1e-6);
+    v.observed = observed;
+    v.alive = NULL;
+    cfg.kind = TKV_EVICT_PYRAMIDKV; /* the same choice within another budget */
+    evict(&cfg, &v, 5, &victims);
+    CHECK_EQ(victims, 0x73);
+    for (i = 0; i < 3; i++) {
+        cfg.pool = i == 0 ? 4 : i == 1 ? -1 : 65;
+        CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_CONFIG);
+    }
+}
+
+TEST(knorm) { /* the longest key goes; two heads count by their mean */
+    static const float keys[] = {3, 4, 0, 1, /**/ 1, 0, 0, 1, /**/ 0, 0, 6, 8, /**/ 2, 0, 0, 0};
+    tkv_evict_config cfg = policy(TKV_EVICT_KNORM, 0, 0);
+    tkv_evict_view v = view_of(4);
+    float norms[4];
+    uint64_t victims;
+    CHECK_EQ(tkv_evict_key_norms(keys, 4, 2, 2, norms), TKV_OK);
+    CHECK_NEAR(norms[0], 3, 1e-6);
+    CHECK_NEAR(norms[1], 1, 1e-6);
+    CHECK_NEAR(norms[2], 5, 1e-6);
+    CHECK_NEAR(norms[3], 1, 1e-6);
+    v.norms = norms;
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 5);
+    evict(&cfg, &v, 1, &victims);
+    CHECK_EQ(victims, 7);
+    CHECK_EQ(tkv_evict_key_norms(keys, 4, 2, 257, norms), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_key_norms(keys, 4, 0, 2, norms), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_key_norms(NULL, 4, 2, 2, norms), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_key_norms(NULL, 0, 2, 2, NULL), TKV_OK);
+}
+
+/* The anchor is the mean of directions, so a long key does not draw it: 1 and 2 are alike, 0 is not. */
+TEST(keydiff) {
+    static const float keys[] = {10, 0, 0, 1, 0, 1};
+    static const float two[] = {1, 0, 0, 2, /**/ 0, 0, 1, 1, /**/ 1, 0, 0, 3};
+    tkv_evict_config cfg = policy(TKV_EVICT_KEYDIFF, 0, 0);
+    tkv_evict_view v = view_of(3);
+    float score[3];
+    uint64_t victims;
+    v.keys = keys;
+    v.n_kv_heads = 1;
+    v.head_dim = 2;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_NEAR(score[0], -.4472136, 1e-6);
+    CHECK_NEAR(score[1], -.8944272, 1e-6);
+    CHECK_NEAR(score[2], -.8944272, 1e-6);
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 2);
+    v.keys = two;
+    v.n_kv_heads = 2;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK); /* a key of zeros is like nothing */
+    CHECK_NEAR(score[0], -(1 + (2 + sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
+    CHECK_NEAR(score[1], -(sqrt(.5) * (2 + 2 * sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
+    v.head_dim = 257;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    v.head_dim = 2;
+    v.n_kv_heads = 0;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+}
+
+/* A history window of three steps; an even share is a quarter. */
+TEST(scissorhands) {
+    static const float mass[] = {.7f, .1f, .1f, .1f, .1f, .6f, .2f, .1f, .3f, .1f, .5f, .1f};
+    tkv_importance_config count = strategy(TKV_IMPORTANCE_PERSISTENCE);
+    tkv_evict_config cfg = policy(TKV_EVICT_SCISSORHANDS, 0, 0);
+    tkv_evict_view v = view_of(4);
+    float lows[4];
+    uint64_t victims;
+    int i;
+    scores_of(&count, mass, 3, 4, 0, lows);
+    CHECK(lows[0] == -1 && lows[1] == -2 && lows[2] == -2 && lows[3] == -3);
+    v.lows = lows;
+    evict(&cfg, &v, 2, &victims); /* many at once */
+    CHECK_EQ(victims, 8 | 2);
+    for (i = 0; i < 4; i++) lows[i] = -lows[i];
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 8 | 2);
+    cfg.recent_tokens = 1;
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 4 | 2);
+}
+
+static float odd_ones(void *user, const tkv_evict_view *v, int i) {
+    ++*(int *)user;
+    return (float)(v->position[i] % 2);
+}
+
+TEST(user_and_scores) {
+    static const int position[] = {2, 3, 5, 8, 13};
+    static const float given[] = {0, 1, .5f, .25f, -7};
+    tkv_evict_config cfg = policy(TKV_EVICT_USER, 0, 0);
+    tkv_evict_view v = view_of(5);
+    uint64_t victims;
+    int calls = 0;
+    float score[5];
+    v.position = position;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_CONFIG);
+    cfg.scorer = odd_ones;
+    cfg.user = &calls;
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 1 | 8 | 2);
+    CHECK_EQ(calls, 5);
+    cfg = policy(TKV_EVICT_SCORES, 0, 0);
+    v.scores = given;
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 1 | 8 | 16);
+    cfg.sink_tokens = 3; /* positions 0 to 2: a token that is not there protects no other */
+    evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 4 | 8 | 16);
+}
+
+TEST(random_lots) { /* hang on seed and position, not on who else is there */
+    tkv_evict_config cfg = policy(TKV_EVICT_RANDOM, 0, 0);
+    tkv_evict_view v = view_of(MANY), few = view_of(MANY / 2);
+    static float a[MANY], b[MANY];
+    static int position[MANY / 2];
+    double mean = 0;
+    int i, same = 0;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, a), TKV_OK);
+    for (i = 0; i < MANY / 2; i++) position[i] = 2 * i + 1;
+    few.position = position;
+    CHECK_EQ(tkv_evict_score(&cfg, &few, b), TKV_OK);
+    for (i = 0; i < MANY / 2; i++) CHECK_NEAR(b[i], a[2 * i + 1], 0);
+    for (i = 0; i < MANY; i++) mean += (double)a[i] / MANY;
+    CHECK_NEAR(mean, .5, .05);
+    cfg.seed = 1;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, b), TKV_OK);
+    for (i = 0; i < MANY; i++) same += a[i] <= b[i] && a[i] >= b[i];
+    CHECK_LE(same, 2);
+}
+
+/* >>pins, priorities, limits */
+TEST(pins_and_priorities) {
+    static const float mass[] = {1, 2, 3, 4, 5, 6};
+    const signed char priority[] = {0, -128, 0, 0, 127, 0};
+    const uint64_t pinned = 1 | 4, all = 63, alive = 0x36;
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
+    tkv_evict_view v = view_of(6);
+    tkv_evict_result r;
+    uint64_t victims;
+    v.mass = mass;
+    v.pinned = &pinned;
+    r = evict(&cfg, &v, 3, &victims);
+    CHECK_EQ(victims, 2 | 8 | 16);
+    r = evict(&cfg, &v, 1, &victims); /* pins hold, the budget does not: it says so */
+    CHECK_EQ(victims, 2 | 8 | 16 | 32);
+    CHECK_EQ(r.kept, 2);
+    CHECK_EQ(r.over, 1);
+    v.pinned = &all;
+    r = evict(&cfg, &v, 0, &victims);
+    CHECK_EQ(victims, 0);
+    CHECK_EQ(r.evicted, 0);
+    CHECK_EQ(r.over, 6);
+    v.pinned = NULL;
+    v.priority = priority;
+    evict(&cfg, &v, 5, &victims);
+    CHECK_EQ(victims, 2);
+    evict(&cfg, &v, 1, &victims);
+    CHECK_EQ(victims, 63 - 16);
+    v.priority = NULL;
+    v.alive = &alive; /* 0 and 3 are gone already */
+    r = evict(&cfg, &v, 2, &victims);
+    CHECK_EQ(victims, 2 | 4);
+    CHECK_EQ(r.kept, 2);
+}
+
+TEST(limits) {
+    static const float mass[] = {1, 1, 1, 1, 1};
+    float score[5] = {1, 1, 1, 1, 1};
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
+    tkv_evict_view v = view_of(0);
+    tkv_evict_result r;
+    uint64_t victims = 99;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, NULL), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, NULL, 3, NULL, &r), TKV_OK);
+    CHECK_EQ(r.kept, 0);
+    v = view_of(1);
+    v.mass = mass;
+    r = evict(&cfg, &v, 1, &victims); /* the seed's: a single entry stays */
+    CHECK_EQ(victims, 0);
+    r = evict(&cfg, &v, 0, &victims);
+    CHECK_EQ(victims, 1);
+    cfg = policy(TKV_EVICT_H2O, 4, 32);
+    r = evict(&cfg, &v, 0, &victims); /* a budget of 0 means it */
+    CHECK_EQ(victims, 1);
+    CHECK_EQ(r.sinks + r.recent, 0);
+    v = view_of(5);
+    v.mass = mass;
+    r = evict(&cfg, &v, 5, &victims);
+    CHECK_EQ(victims, 0);
+    r = evict(&cfg, &v, 2000000000, &victims);
+    CHECK_EQ(victims, 0);
+    CHECK_EQ(r.kept, 5);
+    cfg = policy(TKV_EVICT_H2O, 0, 0);
+    r = evict(&cfg, &v, 2, &victims); /* all equal: the oldest go */
+    CHECK_EQ(victims, 7);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, -1, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, NULL, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, NULL, 2, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_select(&cfg, NULL, score, 2, &victims, &r), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_select(NULL, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    cfg.kind = TKV_EVICT_KINDS;
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    cfg = policy(TKV_EVICT_H2O, -5, 0);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, &r), TKV_ERR_CONFIG);
+    CHECK_EQ(victims, 7);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 2, &victims, NULL), TKV_ERR_CONFIG);
+}
+
+/* No number, no eviction: a NaN is the caller's mistake, and a rank for it would hide that. */
+TEST(nonfinite_scores) {
+    float mass[4] = {1, 2, 3, 4};
+    const uint64_t alive = 11;
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
+    tkv_evict_view v = view_of(4);
+    tkv_evict_result r;
+    float score[4];
+    uint64_t victims = 99;
+    int i;
+    v.mass = mass;
+    for (i = 0; i < 3; i++) {
+        mass[2] = i == 0 ? NAN_ : i == 1 ? INF_ : -INF_;
+        CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_NONFINITE);
+        CHECK_EQ(tkv_evict_select(&cfg, &v, mass, 2, &victims, &r), TKV_ERR_NONFINITE);
+    }
+    CHECK_EQ(victims, 99);
+    v.alive = &alive; /* what is gone may be anything */
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, mass, 2, &victims, &r), TKV_OK);
+    CHECK_EQ(victims, 1);
+}
+
+TEST(positions_are_checked) {
+    static const int rising[] = {0, 4, 9}, flat[] = {0, 4, 4}, negative[] = {-1, 4, 9};
+    const uint64_t alive = 5;
+    tkv_evict_config cfg = policy(TKV_EVICT_FIFO, 0, 0);
+    tkv_evict_view v = view_of(3);
+    float score[3];
+    v.position = rising;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_NEAR(score[2], 9, 0);
+    v.position = negative;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    v.position = flat;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+    v.alive = &alive;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    v.n = -1;
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_ERR_ARG);
+}
+
+TEST(names_and_needs) {
+    tkv_evict_kind kind = TKV_EVICT_NONE;
+    tkv_evict_view v = view_of(3);
+    float score[3];
+    int i;
+    for (i = 0; i < TKV_EVICT_KINDS; i++) {
+        const char *name = tkv_evict_name((tkv_evict_kind)i);
+        tkv_evict_config cfg = policy((tkv_evict_kind)i, 0, 0);
+        REQUIRE(name != NULL);
+        CHECK_EQ(tkv_evict_from_name(name, &kind), TKV_OK);
+        CHECK_EQ(kind, i);
+        cfg.scorer = odd_ones;
+        if (i != TKV_EVICT_USER) /* what it needs and does not get is an error, not a crash */
+            CHECK_EQ(tkv_evict_score(&cfg, &v, score), tkv_evict_needs(kind) ? TKV_ERR_ARG : TKV_OK);
+    }
+    CHECK(!tkv_evict_name(TKV_EVICT_KINDS));
+    CHECK_EQ(tkv_evict_from_name("best", &kind), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_from_name(NULL, &kind), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_needs(TKV_EVICT_H2O), TKV_EVICT_NEEDS_MASS);
+    CHECK_EQ(tkv_evict_needs(TKV_EVICT_KEYDIFF), TKV_EVICT_NEEDS_KEYS);
+    CHECK_EQ(tkv_evict_needs(TKV_EVICT_KINDS), 0);
+}
+
+TEST(none_is_an_error_at_capacity) {
+    tkv_evict_config cfg;
+    tkv_evict_view v = view_of(5);
+    float score[5];
+    uint64_t victims = 99;
+    memset(&cfg, 0, sizeof cfg);
+    CHECK_EQ(tkv_evict_score(&cfg, &v, score), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 4, &victims, NULL), TKV_ERR_BUDGET);
+    CHECK_EQ(victims, 99);
+    CHECK_EQ(tkv_evict_select(&cfg, &v, score, 5, &victims, NULL), TKV_OK);
+    CHECK_EQ(victims, 0);
+}
+
+/* >>a small cache: positions and numbers of each token, kept by compaction */
+typedef struct small {
+    int n, position[400];
+    float mass[400], last[400], norms[400], keys[400 * 2], lows[400];
+} small;
+
+static tkv_evict_view view_of_small(const small *s) {
+    tkv_evict_view v = view_of(s->n);
+    v.position = s->position;
+    v.mass = v.observed = v.scores = s->mass;
+    v.last = s->last;
+    v.norms = s->norms;
+    v.keys = s->keys;
+    v.lows = s->lows;
+    v.n_kv_heads = 1;
+    v.head_dim = 2;
+    return v;
+}
+
+static float by_mass(void *user, const tkv_evict_view *v, int i) {
+    (void)user;
+    return v->mass[i];
+}
+
+static void drop(small *s, const uint64_t *victims) {
+    const int n = s->n;
+    s->n = tkv_evict_compact(victims, n, s->position, sizeof(int));
+    CHECK_EQ(tkv_evict_compact(victims, n, s->mass, sizeof(float)), s->n);
+    CHECK_EQ(tkv_evict_compact(victims, n, s->last, sizeof(float)), s->n);
+    CHECK_EQ(tkv_evict_compact(victims, n, s->norms, sizeof(float)), s->n);
+    CHECK_EQ(tkv_evict_compact(victims, n, s->keys, 2 * sizeof(float)), s->n);
+    CHECK_EQ(tkv_evict_compact(victims, n, s->lows, sizeof(float)), s->n);
+}
+
+/* The seed's "12 appends stay <= 8", for every policy, and longer ones. The newest token is always there (lots apart),
+ * sinks are if they are protected, and every token knows its position. */
+static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, int batch) {
+    tkv_rng r = tkv_rng_seed(11);
+    tkv_evict_config cfg;
+    small s;
+    uint64_t victims[8];
+    int step, i, now = 0;
+    memset(&s, 0, sizeof s);
+    memset(&cfg, 0, sizeof cfg);
+    cfg.kind = kind;
+    cfg.scorer = by_mass;
+    cfg.batch = batch;
+    for (step = 0; step < steps; step++) {
+        const int due = tkv_evict_due(&cfg, s.n, chunk, budget);
+        if (due > 0) {
+            const tkv_evict_view v = view_of_small(&s);
+            const tkv_evict_result res = evict(&cfg, &v, s.n - due, victims);
+            CHECK_EQ(res.evicted, due);
+            drop(&s, victims);
+            CHECK_EQ(s.n, res.kept);
+        }
+        for (i = 0; i < chunk; i++) {
+            const int at = s.n++;
+            s.position[at] = now++;
+            s.mass[at] = 0;
+            s.norms[at] = (float)tkv_rng_uniform(&r);
+            s.keys[2 * at] = (float)tkv_rng_gauss(&r);
+            s.keys[2 * at + 1] = (float)tkv_rng_gauss(&r);
+            s.lows[at] = 0;
+        }
+        for (i = 0; i < s.n; i++) {
+            s.last[i] = (float)tkv_rng_uniform(&r);
+            s.mass[i] += s.last[i];
+            s.lows[i] += (float)(s.last[i] < .5f);
+            CHECK_NEAR(s.keys[2 * i + 1], s.keys[2 * i + 1], 0);
+            if (i > 0) CHECK(s.position[i] > s.position[i - 1]);
+        }
+        CHECK_LE(s.n, budget);
+        CHECK_EQ(s.position[s.n - 1], now - 1);
+        if (kind != TKV_EVICT_FIFO && kind != TKV_EVICT_RANDOM && budget - chunk > 4)
+            for (i = 0; i < 4 && i < s.n; i++) CHECK_EQ(s.position[i], i);
+    }
+}
+
+TEST(budget_holds_for_every_policy) {
+    int kind;
+    for (kind = TKV_EVICT_SLIDING; kind < TKV_EVICT_KINDS; kind++) {
+        budget_holds((tkv_evict_kind)kind, 8, 12, 1, 1);
+        budget_holds((tkv_evict_kind)kind, 8, 50, 3, 0);
+        budget_holds((tkv_evict_kind)kind, 300, 60, 20, 0);
+        budget_holds((tkv_evict_kind)kind, 300, 60, 20, 100);
+        budget_holds((tkv_evict_kind)kind, 1, 5, 1, 0);
+    }
+}
+
+/* A needle that every query looks at, in a haystack that gets a little each: where attention counts it outlives 600
+ * tokens in a budget of 64, where age counts it does not. */
+TEST(needle) {
+    static const struct {
+        tkv_evict_kind kind;
+        tkv_importance_strategy strategy;
+        int stays;
+    } cases[] = {{TKV_EVICT_SLIDING, TKV_IMPORTANCE_HYBRID, 0},
+                 {TKV_EVICT_FIFO, TKV_IMPORTANCE_HYBRID, 0},
+                 {TKV_EVICT_H2O, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_TOVA, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCISSORHANDS, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_HYBRID, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_ACCUMULATION, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_HEAVY_HITTER, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_PERSISTENCE, 1},
+                 {TKV_EVICT_SCORES, TKV_IMPORTANCE_RECENCY, 0}};
+    enum { NEEDLE = 20, BUDGET = 64, STEPS = 600 };
+    int c;
+    for (c = 0; c < COUNT(cases); c++) {
+        tkv_importance_config how = strategy(cases[c].strategy);
+        tkv_evict_config cfg;
+        tkv_importance tokens[BUDGET + 1];
+        float scores[BUDGET + 1];
+        small s;
+        uint64_t victims[2];
+        tkv_rng r = tkv_rng_seed(77);
+        int now, i, there = 0;
+        memset(&s, 0, sizeof s);
+        memset(&cfg, 0, sizeof cfg);
+        cfg.kind = cases[c].kind;
+        for (now = 0; now < STEPS; now++) {
+            if (tkv_evict_due(&cfg, s.n, 1, BUDGET) > 0) {
+                tkv_evict_view v = view_of_small(&s);
+                const int n = s.n;
+                CHECK_EQ(tkv_importance_read(&how, tokens, s.position, n, now, scores), TKV_OK);
+                v.scores = scores;
+                evict(&cfg, &v, n - tkv_evict_due(&cfg, n, 1, BUDGET), victims);
+                drop(&s, victims);
+                CHECK_EQ(tkv_evict_compact(victims, n, tokens, sizeof *tokens), s.n);
+            }
+            s.position[s.n] = now;
+            s.mass[s.n] = s.lows[s.n] = 0;
+            memset(&tokens[s.n++], 0, sizeof *tokens);
+            for (i = 0; i < s.n; i++) {
+                s.last[i] = (float)tkv_rng_uniform(&r) * 1.2f / (float)s.n;
+                if (s.position[i] == NEEDLE) s.last[i] = .4f;
+                s.mass[i] += s.last[i];
+                s.lows[i] += (float)(s.last[i] < 1.0f / (float)s.n);
+            }
+            CHECK_EQ(tkv_importance_add(&how, tokens, s.last, s.n, now), TKV_OK);
+        }
+        for (i = 0; i < s.n; i++) there |= s.position[i] == NEEDLE;
+        CHECK_MSG(there == cases[c].stays, "%s, %s", tkv_evict_name(cases[c].kind),
+                  tkv_importance_name(cases[c].strategy));
+    }
+}
+
+TEST(due) {
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 0, 0);
+    CHECK_EQ(tkv_evict_due(&cfg, 999, 1, 1000), 0);
+    CHECK_EQ(tkv_evict_due(&cfg, 1000, 1, 1000), 64);
+    CHECK_EQ(tkv_evict_due(&cfg, 1000, 100, 1000), 100);
+    CHECK_EQ(tkv_evict_due(&cfg, 80, 1, 80), 10); /* an eighth */
+    CHECK_EQ(tkv_evict_due(&cfg, 5, 1, 5), 1);
+    CHECK_EQ(tkv_evict_due(&cfg, 3, 100, 5), 3); /* there are no more */
+    CHECK_EQ(tkv_evict_due(&cfg, 10, 0, 0), 10);
+    cfg.trigger = .9f; /* akv-cache: at nine tenths, 64 at once */
+    cfg.batch = 64;
+    CHECK_EQ(tkv_evict_due(&cfg, 899, 1, 1000), 0);
+    CHECK_EQ(tkv_evict_due(&cfg, 900, 1, 1000), 64);
+    CHECK_EQ(tkv_evict_due(&cfg, -1, 1, 1000), 0);
+    CHECK_EQ(tkv_evict_due(NULL, 1000, 1, 10), 0);
+    CHECK_EQ(tkv_evict_due(&cfg, 2147483647, 2147483647, 1), 2147483647);
+}
+
+TEST(batches) { /* all at once is what one after the other gives, where scores stay */
+    static float mass[MANY];
+    static int position[MANY];
+    static uint64_t victims[11], alive[11], one[11];
+    tkv_evict_config cfg = policy(TKV_EVICT_H2O, 4, 32);
+    tkv_evict_view v = view_of(MANY);
+    tkv_rng r = tkv_rng_seed(8);
+    int i, left = MANY;
+    for (i = 0; i < MANY; i++) {
+        mass[i] = (float)tkv_rng_below(&r, 40);
+        position[i] = i;
+    }
+    v.mass = mass;
+    v.position = position;
+    evict(&cfg, &v, 300, victims);
+    memset(alive, 0xff, sizeof alive);
+    v.alive = alive;
+    while (left > 300) {
+        evict(&cfg, &v, --left, one);
+        for (i = 0; i < 11; i++) alive[i] &= ~one[i];
+    }
+    for (i = 0; i < MANY; i++) CHECK_EQ(victims[i / 64] >> (i % 64) & 1, 1 - (alive[i / 64] >> (i % 64) & 1));
+}
+
+TEST(lists_and_compaction) {
+    const uint64_t mask[2] = {(uint64_t)1 << 63 | 5, 1};
+    int out[70], x[70], i;
+    for (i = 0; i < 70; i++) x[i] = 100 + i;
+    CHECK_EQ(tkv_evict_list(mask, 70, out), 4);
+    CHECK(out[0] == 0 && out[1] == 2 && out[2] == 63 && out[3] == 64);
+    CHECK_EQ(tkv_evict_compact(mask, 70, x, sizeof *x), 66);
+    CHECK(x[0] == 101 && x[1] == 103 && x[60] == 162 && x[61] == 165 && x[65] == 169);
+    CHECK_EQ(tkv_evict_list(NULL, 70, out), 0);
+    CHECK_EQ(tkv_evict_compact(NULL, 70, x, sizeof *x), 0);
+    CHECK_EQ(tkv_evict_compact(mask, 0, NULL, 4), 0);
+}
+
+/* >>the selection against a sort */
+static const tkv_evict_view *sorted_view;
+static int goes_first(const void *a, const void *b) {
+    const int i = *(const int *)a, j = *(const int *)b;
+    const float x = sorted_by[i], y = sorted_by[j];
+    if (sorted_view->priority && sorted_view->priority[i] != sorted_view->priority[j])
+        return sorted_view->priority[i] < sorted_view->priority[j] ? -1 : 1;
+    return x < y ? -1 : x > y ? 1 : i < j ? -1 : i > j;
+}
+
+TEST(oracle) {
+    static float score[MANY];
+    static signed char priority[MANY];
+    static int position[MANY], order[MANY];
+    uint64_t alive[12], pinned[12], victims[12], want[12];
+    tkv_rng r = tkv_rng_seed(17);
+    int round, i;
+    for (round = 0; round < 1500; round++) {
+        const int n = tkv_rng_below(&r, MANY), keep = tkv_rng_below(&r, n + 2);
+        const int kinds = 1 + tkv_rng_below(&r, 1 + tkv_rng_below(&r, 1000));
+        tkv_evict_config cfg = policy(TKV_EVICT_SCORES, tkv_rng_below(&r, 6), tkv_rng_below(&r, 40));
+        tkv_evict_view v = view_of(n);
+        tkv_evict_result res;
+        int there = 0, can = 0, seen = 0, sinks = 0, go, at = 0;
+        for (i = 0; i < 12; i++) {
+            alive[i] = tkv_rng_u64(&r) | tkv_rng_u64(&r);
+            pinned[i] = tkv_rng_u64(&r) & tkv_rng_u64(&r) & tkv_rng_u64(&r);
+            want[i] = 0;
+        }
+        for (i = 0; i < n; i++) {
+            score[i] = ((float)tkv_rng_below(&r, kinds) - (float)kinds / 2) * 1e-4f;
+            priority[i] = (signed char)(tkv_rng_below(&r, 3) == 0 ? tkv_rng_below(&r, 256) - 128 : 0);
+            at += 1 + (tkv_rng_below(&r, 4) == 0);
+            position[i] = at - 1;
+        }
+        if (round % 3) v.alive = alive;
+        if (round % 4) v.pinned = pinned;
+        if (round % 5) v.priority = priority;
+        if (round % 7) v.position = position;
+        CHECK_EQ(tkv_evict_select(&cfg, &v, score, keep, victims, &res), TKV_OK);
+        for (i = 0; i < n; i++) {
+            const int is = !v.alive || (alive[i / 64] >> (i % 64) & 1);
+            there += is;
+            sinks += is && (v.position ? position[i] : i) < cfg.sink_tokens;
+        }
+        CHECK_EQ(res.sinks, sinks < keep - (cfg.recent_tokens > 0) ? sinks
+                            : keep > 0                             ? keep - (cfg.recent_tokens > 0)
+                                                                   : 0);
+        for (i = 0; i < n; i++) {
+            if (v.alive && !(alive[i / 64] >> (i % 64) & 1)) continue;
+            seen++;
+            if (there - seen < res.recent || seen <= res.sinks) continue;
+            if (v.pinned && pinned[i / 64] >> (i % 64) & 1) continue;
+            order[can++] = i;
+        }
+        CHECK_LE(res.sinks + res.recent, keep);
+        sorted_by = score;
+        sorted_view = &v;
+        qsort(order, (size_t)can, sizeof *order, goes_first);
+        go = there - keep < can ? there - keep : can;
+        go = go > 0 ? go : 0;
+        for (i = 0; i < go; i++) want[order[i] / 64] |= (uint64_t)1 << (order[i] % 64);
+        CHECK_EQ(res.evicted, go);
+        CHECK_EQ(res.kept, there - go);
+        CHECK_EQ(res.over, there - go > keep ? there - go - keep : 0);
+        CHECK_MEM(victims, want, (size_t)((n + 63) / 64) * 8);
+    }
+}
+
+/* >>budgets of layers */
+static int64_t share(tkv_evict_shape shape, int layers, int64_t total, int n, int window, int beta,
+                     int *out) {
+    tkv_evict_budget b;
+    int64_t sum = 0;
+    int l;
+    memset(&b, 0, sizeof b);
+    b.shape = shape;
+    b.n_layers = layers;
+    b.total = total;
+    b.n_tokens = n;
+    b.window = window;
+    b.beta = beta;
+    CHECK_EQ(tkv_evict_budgets(&b, out), TKV_OK);
+    for (l = 0; l < layers; l++) sum += out[l];
+    return sum;
+}
+
+#define FOUR(a, b, c, d)                                                                                     \
+    CHECK_MSG(x[0] == (a) && x[1] == (b) && x[2] == (c) && x[3] == (d), "%d %d %d %d", x[0], x[1], x[2], x[3])
+
+TEST(pyramid) {
+    int x[4];
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 400, 1000, 8, 4, x), 400); /* C 100: min 23, max 161 */
+    FOUR(169, 123, 77, 31);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 2048, 100000, 0, 0, x), 2048); /* min 25.2, max 982.8 */
+    FOUR(991, 672, 352, 33);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 400, 140, 8, 4, x), 400); /* max cut to 132, min 52 */
+    FOUR(140, 113, 87, 60);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 400, 1000, 8, 20, x), 400); /* min 4.6 is below the window */
+    FOUR(100, 100, 100, 100);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 400, 90, 8, 4, x), 400); /* more than there is: even */
+    FOUR(100, 100, 100, 100);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 30, 1000, 8, 4, x), 30); /* less than the windows */
+    FOUR(8, 8, 7, 7);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4, 43, 1000, TKV_NONE, 1, x), 43); /* beta 1: no pyramid */
+    FOUR(11, 11, 11, 10);
+    CHECK_EQ(share(TKV_EVICT_UNIFORM, 4, 10, 0, 0, 0, x), 10);
+    FOUR(3, 3, 2, 2);
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 1, 77, 1000, 0, 0, x), 77);
+}
+
+TEST(linear_budgets) { /* the seed's shares, but they add up */
+    int x[4];
+    CHECK_EQ(share(TKV_EVICT_LINEAR, 4, 100, 0, 0, 0, x), 100);
+    FOUR(40, 30, 20, 10);
+    CHECK_EQ(share(TKV_EVICT_LINEAR, 4, 103, 0, 0, 0, x), 103); /* 41.2 30.9 20.6 10.3 */
+    FOUR(41, 31, 21, 10);
+    CHECK_EQ(share(TKV_EVICT_LINEAR, 4, 4, 0, 0, 0, x), 4);
+    FOUR(1, 1, 1, 1);
+    CHECK_EQ(share(TKV_EVICT_LINEAR, 4, 5, 0, 0, 0, x), 5);
+    FOUR(2, 1, 1, 1);
+    CHECK_EQ(share(TKV_EVICT_LINEAR, 1, 9, 0, 0, 0, x), 9);
+}
+
+/* Sums, order and nearness to the real numbers, for many shapes; and the largest numbers there are. */
+TEST(budgets) {
+    static int x[4096];
+    tkv_rng r = tkv_rng_seed(23);
+    tkv_evict_budget b;
+    int round, l;
+    for (round = 0; round < 3000; round++) {
+        const int layers = 1 + tkv_rng_below(&r, 80), n = tkv_rng_below(&r, 100000);
+        const int window = 1 + tkv_rng_below(&r, 64), beta = 1 + tkv_rng_below(&r, 100);
+        const int64_t total = layers + tkv_rng_below(&r, layers * 4000);
+        const tkv_evict_shape shape = (tkv_evict_shape)(round % 3);
+        const double c = (double)total / layers;
+        double least = (c - window) / beta, most = 2 * (c - window) - least;
+        CHECK_EQ(share(shape, layers, total, n, window, beta, x), total);
+        for (l = 1; l < layers; l++) CHECK(x[l] <= x[l - 1]);
+        CHECK_LE(shape == TKV_EVICT_LINEAR ? 1 : 0, x[layers - 1]);
+        if (most > n - window) {
+            most = n - window;
+            least = 2 * (c - window) - most;
+        }
+        if (fabs(most - least) < 1e-9 || fabs(least - window) < 1e-9) continue;
+        if (shape != TKV_EVICT_PYRAMID || layers < 2 || most < least || least < window) {
+            most = least = c - window; /* uniform */
+        } else {
+            CHECK_LE(x[0], n);
+        }
+        for (l = 0; l < layers && shape != TKV_EVICT_LINEAR; l++)
+            CHECK_NEAR(x[l], window + most - (layers > 1 ? l * (most - least) / (layers - 1) : 0), 1);
+    }
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4096, 4096 * (int64_t)((1 << 30) - 1), (1 << 30) - 1, 8, 100, x),
+             4096 * (int64_t)((1 << 30) - 1));
+    CHECK_EQ(share(TKV_EVICT_PYRAMID, 4096, 4096 * (int64_t)(1 << 28), (1 << 30) - 1, 8, 100, x),
+             4096 * (int64_t)(1 << 28));
+    CHECK(x[0] > x[4095]);
+    memset(&b, 0, sizeof b);
+    b.n_layers = 4;
+    b.total = 3;
+    for (l = 0; l < 10; l++) {
+        tkv_evict_budget bad = b;
+        if (l == 0) bad.n_layers = 0;
+        if (l == 1) bad.n_layers = 4097;
+        if (l == 2) bad.total = -1;
+        if (l == 3) bad.total = (int64_t)1 << 40;
+        if (l == 4) bad.shape = (tkv_evict_shape)3;
+        if (l == 5) bad.shape = TKV_EVICT_LINEAR; /* less than one each */
+        if (l == 6) bad.beta = 101;
+        if (l == 7) bad.window = -7;
+        if (l == 8) bad.n_tokens = -1;
+        if (l == 9) bad.shape = TKV_EVICT_LINEAR, bad.total = 4 * (int64_t)((1 << 30) - 1); /* no int */
+        x[0] = 5;
+        CHECK_EQ(tkv_evict_budgets(&bad, x), TKV_ERR_ARG);
+        CHECK_EQ(x[0], 5);
+    }
+    CHECK_EQ(tkv_evict_budgets(NULL, x), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict_budgets(&b, NULL), TKV_ERR_ARG);
+}
+
+/* >>rematerialization */
+static tkv_remat_config model(void) {
+    tkv_remat_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.n_layers = 2;
+    cfg.n_heads = 2;
+    cfg.head_dim = 4;
+    cfg.layer_params = 1000;
+    return cfg;
+}
+
+static tkv_remat open_remat(const tkv_remat_config *cfg) {
+    tkv_remat r;
+    const char *reason = "";
+    const tkv_status st = tkv_remat_init(&r, cfg, &reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+    return r;
+}
+
+enum { BLOCKS = 16 };
+
+static void lay_out(tkv_remat_block *b, size_t bytes, size_t quantized) {
+    int i;
+    memset(b, 0, BLOCKS * sizeof *b);
+    for (i = 0; i < BLOCKS; i++) {
+        b[i].start = 64 * i;
+        b[i].end = 64 * i + 64;
+        b[i].bytes = bytes;
+        b[i].quantized_bytes = quantized;
+    }
+}
+
+/* Actions as a word: k, e, q. */
+static const char *word_of(const tkv_remat_action *a) {
+    static char word[BLOCKS + 1];
+    int i;
+    for (i = 0; i < BLOCKS; i++) word[i] = a[i] == TKV_REMAT_KEEP ? 'k' : a[i] == TKV_REMAT_EVICT ? 'e' : 'q';
+    return word;
+}
+
+static const char *decide(tkv_remat *r, const tkv_remat_block *b, double pressure, size_t need,
+                          size_t *freed) {
+    tkv_remat_action a[BLOCKS];
+    CHECK_EQ(tkv_remat_decide(r, b, BLOCKS, 1023, (float)pressure, need, a, freed), TKV_OK);
+    return word_of(a);
+}
+
+TEST(remat_price) {
+    tkv_remat_config cfg = model();
+    tkv_remat r = open_remat(&cfg);
+    CHECK_NEAR(tkv_remat_flops(&r, 64, 128, 0), 64 * 2 * (2000 + 4 * 2 * 4 * 96.0), 0);
+    CHECK_NEAR(tkv_remat_flops(&r, 64, 128, 1), 64 * (2000 + 4 * 2 * 4 * 96.0), 0); /* not those above */
+    CHECK_NEAR(tkv_remat_flops(&r, 0, 128, 0),
+               tkv_remat_flops(&r, 0, 64, 0) + tkv_remat_flops(&r, 64, 128, 0), 0);
+    CHECK(tkv_remat_flops(&r, 64, 128, 0) < tkv_remat_flops(&r, 128, 192, 0)); /* the front is cheapest */
+    CHECK_NEAR(tkv_remat_flops(&r, 5, 5, 0), 0, 0);
+    CHECK_NEAR(tkv_remat_flops(&r, 6, 5, 0), -1, 0);
+    CHECK_NEAR(tkv_remat_flops(&r, -1, 5, 0), -1, 0);
+    CHECK_NEAR(tkv_remat_flops(&r, 0, 5, 3), -1, 0);
+    CHECK_NEAR(tkv_remat_flops(NULL, 0, 5, 0), -1, 0);
+}
+
+TEST(remat_decides) {
+    tkv_remat_config cfg = model();
+    tkv_remat r = open_remat(&cfg);
+    tkv_remat_block b[BLOCKS];
+    size_t freed;
+    int i;
+    lay_out(b, 1000, 400);
+    CHECK_STR(decide(&r, b, .89, 5000, &freed), "kkkkkkkkkkkkkkkk"); /* below the threshold */
+    CHECK_EQ(freed, 0);
+    CHECK_STR(decide(&r, b, .9, 0, &freed), "kkkkkkkkkkkkkkkk");
+    CHECK_STR(decide(&r, b, .95, 1500, &freed), "kqqqkkkkkkkkkkkk"); /* tiers first, sinks never */
+    CHECK_EQ(freed, 1800);
+    CHECK_STR(decide(&r, b, .95, 12000, &freed), "keeeeeeeeqqqqqqq"); /* coding is not enough */
+    CHECK_EQ(freed, 8 * 1000 + 7 * 600);
+    CHECK_STR(decide(&r, b, .95, 100000, &freed), "keeeeeeeeqqqqqqq"); /* 512 stay */
+    lay_out(b, 1000, 1000);
+    CHECK_STR(decide(&r, b, 1, 1500, &freed), "keekkkkkkkkkkkkk"); /* nothing tighter: drop */
+    CHECK_EQ(freed, 2000);
+    CHECK_EQ(r.info.evicted, 8 + 8 + 2);
+    CHECK_EQ(r.info.quantized, 3 + 7 + 7);
+    CHECK_EQ(r.info.kept, 16 * 6 - 18 - 17);
+    lay_out(b, 1000, 400);
+    cfg.quantize_price = 1e6; /* quality is dear: dropping is cheaper than coding */
+    r = open_remat(&cfg);
+    CHECK_STR(decide(&r, b, 1, 2500, &freed), "keeekkkkkkkkkkkk");
+    cfg.quantize_price = 400; /* age halves the price of block 1, 649 a byte; 911 become 473 for block 2 */
+    cfg.age_tokens = 896;
+    r = open_remat(&cfg);
+    CHECK_STR(decide(&r, b, 1, 2500, &freed), "keqqqkkkkkkkkkkk");
+    cfg.quantize_price = 0;
+    cfg.age_tokens = 0;
+    r = open_remat(&cfg);
+    for (i = 1; i < 3; i++) b[i].use = -1; /* nobody looks at these two */
+    CHECK_STR(decide(&r, b, 1, 2500, &freed), "keeqkkkkkkkkkkkk");
+    b[1].dropped = b[2].dropped = 1; /* gone already: the next ones */
+    b[1].bytes = b[2].bytes = 0;
+    b[1].quantized_bytes = b[2].quantized_bytes = 0;
+    CHECK_STR(decide(&r, b, 1, 100000, &freed), "kkkeeeeeeqqqqqqq");
+    b[4].dropped = 1; /* sinks longer than a block; none need to stay */
+    lay_out(b, 10, 10);
+    cfg.sink_tokens = 65;
+    cfg.min_materialized = TKV_NONE;
+    r = open_remat(&cfg);
+    CHECK_STR(decide(&r, b, 1, 100000, &freed), "kkeeeeeeeeeeeeee");
+}
+
+/* What comes back cannot cost more than a step has; then it is coded instead. */
+TEST(remat_step_budget) {
+    tkv_remat_config cfg = model();
+    tkv_remat r;
+    tkv_remat_block b[BLOCKS];
+    tkv_remat_action a[BLOCKS];
+    size_t freed;
+    int first, count;
+    lay_out(b, 1000, 400);
+    cfg.quantize_price = 1e9;
+    r = open_remat(&cfg);
+    cfg.step_flops = tkv_remat_flops(&r, 192, 256, 0);
+    r = open_remat(&cfg);
+    CHECK_STR(decide(&r, b, 1, 5000, &freed), "keeeqqqqkkkkkkkk");
+    CHECK_EQ(r.info.over_budget, 1);
+    b[1].dropped = b[2].dropped = b[3].dropped = 1;
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
+    CHECK_EQ(first, 1);
+    CHECK_EQ(count, 1);
+    CHECK_NEAR(r.spent, tkv_remat_flops(&r, 64, 128, 0), 0);
+    b[1].dropped = 0;
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
+    CHECK_EQ(count, 0); /* not at this step */
+    CHECK_EQ(r.info.waited, 2 + 2);
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_OK);
+    CHECK_EQ(first, 2);
+    CHECK_EQ(count, 1);
+    b[2].dropped = 0;
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
+    CHECK_EQ(count, 1); /* every block fits a step */
+    CHECK_EQ(r.info.restored, 3);
+    CHECK_NEAR(r.info.flops, tkv_remat_flops(&r, 64, 256, 0), 0);
+    b[3].dropped = 0;
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
+    CHECK_EQ(count, 0);
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 8, &first, &count), TKV_ERR_ARG);
+    b[5].start++;
+    CHECK_EQ(tkv_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].start--;
+    b[5].use = NAN_;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].use = 0;
+    b[5].layers = 3;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].layers = -1;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    b[5].layers = 0;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1022, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, NAN_, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_decide(&r, NULL, 0, 0, 1, 1, NULL, &freed), TKV_OK);
+    CHECK_EQ(freed, 0);
+    b[3].bytes = (size_t)-1;
+    CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+}
+
+/* Random blocks and configs: what is said is what it gives, a run from the front, limits kept, no block for nothing. */
+TEST(remat_holds) {
+    tkv_rng g = tkv_rng_seed(31);
+    int round, i;
+    for (round = 0; round < 3000; round++) {
+        tkv_remat_config cfg = model();
+        tkv_remat_block b[BLOCKS];
+        tkv_remat_action a[BLOCKS];
+        tkv_remat r;
+        size_t freed, sum = 0, least = (size_t)-1, need = (size_t)tkv_rng_below(&g, 20000);
+        int held = 0, gap = 0, coded = 0;
+        cfg.min_materialized = tkv_rng_below(&g, 1000);
+        cfg.sink_tokens = tkv_rng_below(&g, 100);
+        cfg.quantize_price = tkv_rng_uniform(&g) * 2000;
+        cfg.step_flops = tkv_rng_below(&g, 2) ? 0 : tkv_rng_uniform(&g) * 5e6;
+        r = open_remat(&cfg);
+        lay_out(b, 0, 0);
+        for (i = 0; i < BLOCKS; i++) {
+            b[i].dropped = tkv_rng_below(&g, 5) == 0;
+            b[i].bytes = b[i].dropped ? 0 : (size_t)tkv_rng_below(&g, 2000);
+            b[i].quantized_bytes = (size_t)tkv_rng_below(&g, 2000);
+            b[i].use = (float)(tkv_rng_uniform(&g) * 2 - 1);
+            b[i].layers = tkv_rng_below(&g, 3);
+        }
+        CHECK_EQ(tkv_remat_decide(&r, b, BLOCKS, 1100, .9f, need, a, &freed), TKV_OK);
+        for (i = 0; i < BLOCKS; i++) {
+            const size_t saved = b[i].quantized_bytes < b[i].bytes ? b[i].bytes - b[i].quantized_bytes : 0;
+            if (!b[i].dropped && a[i] != TKV_REMAT_EVICT) held += 64;
+            if (a[i] == TKV_REMAT_QUANTIZE) {
+                CHECK(saved > 0);
+                sum += saved;
+                coded++;
+                if (saved < least) least = saved;
+            }
+            if (a[i] == TKV_REMAT_EVICT) {
+                CHECK(!gap && !b[i].dropped && b[i].start >= r.cfg.sink_tokens);
+                if (cfg.step_flops > 0)
+                    CHECK_LE(tkv_remat_flops(&r, b[i].start, b[i].end, b[i].layers), cfg.step_flops);
+                sum += b[i].bytes;
+            } else if (!b[i].dropped && b[i].start >= r.cfg.sink_tokens) gap = 1;
+        }
+        CHECK_EQ(freed, sum);
+        if (r.info.evicted) CHECK_LE(r.cfg.min_materialized, held);
+        if (coded && freed >= need) CHECK(freed - need < least);
+        CHECK_EQ(r.info.freed, freed);
+    }
+}
+
+TEST(remat_configs) {
+    tkv_remat_config cfg = model(), bad;
+    tkv_remat r = open_remat(&cfg), same = r;
+    const char *reason;
+    static const char *const says[] = {"n_layers",     "n_heads",    "head_dim",       "layer_params",
+                                       "layer_params", "threshold",  "threshold",      "min_materialized",
+                                       "sink_tokens",  "age_tokens", "quantize_price", "step_flops"};
+    int i;
+    CHECK_NEAR(r.cfg.threshold, .9, 1e-6);
+    CHECK_EQ(r.cfg.min_materialized, 512);
+    CHECK_EQ(r.cfg.sink_tokens, 4);
+    for (i = 0; i < COUNT(says); i++) {
+        bad = cfg;
+        if (i == 0) bad.n_layers = 0;
+        if (i == 1) bad.n_heads = -1;
+        if (i == 2) bad.head_dim = 257;
+        if (i == 3) bad.layer_params = 0;
+        if (i == 4) bad.layer_params = (double)NAN_;
+        if (i == 5) bad.threshold = 1.5f;
+        if (i == 6) bad.threshold = NAN_;
+        if (i == 7) bad.min_materialized = -2;
+        if (i == 8) bad.sink_tokens = -9;
+        if (i == 9) bad.age_tokens = -1;
+        if (i == 10) bad.quantize_price = -1;
+        if (i == 11) bad.step_flops = (double)INF_;
+        CHECK_EQ(tkv_remat_init(&r, &bad, &reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, says[i]) != NULL, "case %d: %s", i, reason);
+    }
+    CHECK_MEM(&r, &same, sizeof r);
+    CHECK_EQ(tkv_remat_init(&r, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_init(NULL, &cfg, &reason), TKV_ERR_ARG);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(strategies);
+    RUN(decay_is_lazy);
+    RUN(order_is_irrelevant);
+    RUN(heads);
+    RUN(bounds);
+    RUN(importance_refuses);
+    RUN(top);
+    RUN(promotion);
+    RUN(promotion_budget);
+    RUN(h2o);
+    RUN(h2o_new_token_survives);
+    RUN(sliding);
+    RUN(tova);
+    RUN(snapkv);
+    RUN(knorm);
+    RUN(keydiff);
+    RUN(scissorhands);
+    RUN(user_and_scores);
+    RUN(random_lots);
+    RUN(pins_and_priorities);
+    RUN(limits);
+    RUN(nonfinite_scores);
+    RUN(positions_are_checked);
+    RUN(names_and_needs);
+    RUN(none_is_an_error_at_capacity);
+    RUN(budget_holds_for_every_policy);
+    RUN(needle);
+    RUN(due);
+    RUN(batches);
+    RUN(lists_and_compaction);
+    RUN(oracle);
+    RUN(pyramid);
+    RUN(linear_budgets);
+    RUN(budgets);
+    RUN(remat_price);
+    RUN(remat_decides);
+    RUN(remat_step_budget);
+    RUN(remat_holds);
+    RUN(remat_configs);
+    return tkv_test_end();
+}
