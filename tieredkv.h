@@ -798,7 +798,9 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
  * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
- * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded.
+ * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
+ * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
+ * a refused append, too. cfg.parallel_for has work space that counts, so that levels may come earlier with it.
  * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
@@ -815,9 +817,10 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
  * changed. TKV_ERR_ARG: the cache was created without a budget. */
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 /* To a level of the ladder, within cfg.policy; with a budget the policy goes on from there. Tighter: stored
- * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level. */
+ * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level, or in place without a budget. */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to 2^30 - 1. */
+/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to
+ * 2^30 - 2, or in place without a budget. Without a budget reservations end, as with tkv_set_level. */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
  * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
@@ -11678,6 +11681,8 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
     n = tkvi_policy_levels(&p);
+    for (i = n; i < TKV_MAX_LEVELS - 1; i++)
+        if (tkvi_bits(p.threshold[i]) != 0) return "thresholds must be above 0 and at most 1, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: nothing to decide */
@@ -12034,7 +12039,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st) {
         tkv_policy_config full;
         wrong = tkvi_policy_for(cfg, &full);
-        if (wrong) return tkvi_bad(reason, size, "policy.max_level", cfg->policy.max_level, wrong);
+        if (wrong) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "policy: ");
+            tkvi_say(&t, wrong);
+            return TKV_ERR_CONFIG;
+        }
     }
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
@@ -14285,16 +14295,22 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
+/* Pages that reservations will need beside those in use. */
+static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
+    int64_t pages = 0;
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const tkvi_class *k = &pool->tables->size_class[c];
+        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
+    }
+    return pages;
+}
+
 /* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
  * into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
-    int64_t keep = pool->spare + cushion;
-    int c;
+    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
     if (pool->keep_all) return;
-    for (c = 0; c < pool->tables->n_classes; c++) {
-        const tkvi_class *k = &pool->tables->size_class[c];
-        keep += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
-    }
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
         tkvi_page *p = &pool->page[i];
@@ -14684,6 +14700,7 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
     int len;                  /* tokens ever appended */
     int dropped;              /* of them, the first ones are gone (windows) */
+    int chunk_was;            /* chunk, should the append fail */
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
@@ -14746,6 +14763,7 @@ struct tkv_cache {
     tkv_policy policy;
     float outside;   /* pressure that the caller feeds */
     size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
     int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
@@ -16139,6 +16157,11 @@ static size_t tkvi_rest(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
+/* Memory that an array may take when it grows; the old one is given back, but not before. */
+static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
+    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+}
+
 /* Bytes held when there are so many slots of each class, room for recoding included. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
     int64_t pages = kv->pool.spare;
@@ -16146,31 +16169,28 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t e
     int c;
     for (c = 0; c < kv->tables.n_classes; c++)
         pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
+    if (!tkvi_add(extra, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &extra)) return (size_t)-1;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
         !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-/* Memory that an array may take when it grows; the old one is given back, but not before. */
-static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
-    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
-}
-
 static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
     return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
 }
 
-static size_t tkvi_index_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block)) +
-           tkvi_growth(kv->pool.page_cap, paper->most_pages + kv->pool.spare, sizeof(tkvi_page));
+static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block));
 }
 
-/* What an operation asks for, from its paper. */
+/* What an operation asks for, from its paper; what it gives back does not count. */
 static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
     int c;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        kv->need[c] = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t more = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+        kv->need[c] = more > 0 ? more : 0;
+    }
 }
 
 /* >>what is stored more loosely than a level wants it */
@@ -16190,7 +16210,7 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
-    tkv_tier due = tkvi_tier_due(r, r->hot, end, list->len);
+    tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
     if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
         due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
@@ -16235,13 +16255,16 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     }
 }
 
-/* Is there a slot for it, without more memory? */
-static int tkvi_has_slot(const tkv_cache *kv, int coding) {
-    return kv->pool.n_free_pages > 0 || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL;
+/* Where a block may go: anywhere, where no memory is asked for, where no page is opened either. */
+typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
+
+static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
+    if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
+    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
 }
 
-/* The oldest of all lists; `anywhere`: also one that there is no slot for. */
-static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
+/* The oldest of all lists that has such a slot. */
+static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -16250,7 +16273,7 @@ static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
             int age;
             if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
             age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
-            if (age <= most || (!anywhere && !tkvi_has_slot(kv, s.coding))) continue;
+            if (age <= most || !tkvi_has_slot(kv, s.coding, where)) continue;
             most = age;
             *oldest = s;
             found = 1;
@@ -16285,11 +16308,22 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 }
 
 /* >>levels */
+/* Another plan without a budget: what was reserved was counted by the old one. */
+static void tkvi_end_promises(tkv_cache *kv) {
+    const size_t n = (size_t)kv->tables.n_classes;
+    int seq;
+    memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
+    memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
+    tkvi_trim(&kv->pool);
+}
+
 static void tkvi_go_to_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     if (level == from) return;
     tkvi_take_level(&kv->tables, level);
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
@@ -16333,11 +16367,15 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
     return slots;
 }
 
-/* Would what is needed (kv->need) fit, with everything as tight as the policy allows? *bytes: what it takes then. */
+/* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
+ * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    int level;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    if (*bytes <= budget) return 1; /* as it is */
-    *bytes = tkvi_bytes_with(kv, tkvi_slots_at(kv, kv->policy.cfg.max_level, 0), extra);
+    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, 0), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
     return *bytes <= budget;
 }
 
@@ -16350,12 +16388,13 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     tkvi_list *list;
     size_t had;
     const int spare = kv->pool.spare;
-    if (!tkvi_next_stale(kv, 0, &s)) return 0;
-    if (within) {
+    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
+    if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         int64_t *now = tkvi_slots_now(kv);
         now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
         now[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, now, extra) > within) return 0;
+        if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+            return 0;
     }
     list = tkvi_list_of(kv, s.seq, s.layer);
     had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
@@ -16379,7 +16418,9 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1]);
+    soft = kv->policy.cfg.threshold[level - 1] < 1.0f
+               ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
+               : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
@@ -16433,18 +16474,21 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     outside = kv->outside;
     tkvi_unlock(&kv->policy.lock);
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
-    if (level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
-        !tkvi_next_stale(kv, 1, &s))
-        tkvi_go_to_level(kv, level + 1);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
     kv->debt += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
+        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+        !tkvi_next_stale(kv, TKVI_ANYWHERE, &s))
+        tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
         size_t won = 0;
         if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
             won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
-        kv->debt = won ? kv->debt - (int64_t)won : 0;
+        kv->debt -= (int64_t)won;
+        if (won) continue;
+        kv->debt =
+            -(int64_t)(kv->lump / 64); /* to look for it takes a walk over all lists: not with each append */
     }
 }
 
@@ -16491,12 +16535,14 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        tkvi_end_promises(kv);
         kv->pool.spare = 0;
         kv->pool.cushion = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
         kv->pool.spare = kv->tables.spare;
@@ -16525,6 +16571,8 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
     return tkvi_ok(kv);
 }
@@ -16540,6 +16588,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
     tkvi_take_level(&kv->tables, kv->tables.level);
+    kv->moved = 1;
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
         kv->list[i].tight = kv->list[i].tightest = 0;
     return tkvi_ok(kv);
@@ -16919,26 +16969,26 @@ static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows,
     return paper;
 }
 
-/* Under a budget: what is due with this append, and room for it. 0: it does not fit, and nothing has changed. */
-static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                              const tkvi_peak *paper, size_t *takes) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const size_t budget = kv->tables.cfg.budget_bytes;
-    size_t index = tkvi_index_growth(kv, paper), fresh = 0;
+/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
+static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
     int i;
     for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-        fresh += (size_t)rows[i].n * (kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total / TKVI_BLOCK);
-    }
-    for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (!kv->seq[rows[i].seq].in_step) list->chunk = list->len;
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (failed) list->chunk = list->chunk_was;
+        else list->chunk_was = list->chunk, list->chunk = list->len;
     }
-    tkvi_need_of(kv, paper);
-    if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
-    tkvi_keep_pace(kv, fresh, index);
-    return tkvi_make_room(kv, index, budget);
+}
+
+/* Bytes by which block lists and the block table grow. */
+static size_t tkvi_rows_growth(const tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                               const tkvi_peak *paper) {
+    size_t index = tkvi_blocks_growth(kv, paper);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n)
+            index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
+    return index;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
@@ -16986,14 +17036,26 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " (cfg.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
-    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (tkvi_lazy(kv))
+        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     if (tkvi_lazy(kv)) {
+        const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
+                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
+                             TKVI_BLOCK;
         size_t takes;
-        tkvi_learn_end(kv, p->layer, had, 1); /* blocks may go by it at once */
+        int fits;
+        tkvi_need_of(kv, &paper);
+        fits = tkvi_fits_at_last(kv, index, budget, &takes);
+        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
         had = kv->tables.current[p->layer];
-        if (!tkvi_room_for_rows(kv, p->layer, rows, n_rows, &paper, &takes)) {
-            tkvi_learn_end(kv, p->layer, had, 0);
+        if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
+        if (!fits || !tkvi_make_room(kv, index, budget)) {
+            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
@@ -17021,6 +17083,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     return tkvi_ok(kv);
 no_memory:
     tkvi_learn_end(kv, p->layer, had, 0);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+no_table:
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
@@ -17060,7 +17124,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
                                                                                  : tkvi_hot_age(kv, layer),
                          partial, pass ? NULL : &paper);
         if (pass) continue;
-        ready = tkvi_peak_ready(&kv->pool, &paper);
+        ready = (tkvi_lazy(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
         for (layer = 0; layer < n; layer++) {
             tkvi_learn_end(kv, layer, had[layer], ready);
             if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
@@ -17068,7 +17133,10 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
     if (!ready)
-        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+        return tkvi_fail(kv,
+                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
+                                             : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -17161,7 +17229,7 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak paper;
-    int len, layer, had;
+    int len, layer, had, want = 0, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -17171,18 +17239,15 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
                          " more tokens");
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         int more = len + n - tkvi_list_of(kv, seq, layer)->len;
-        if (kv->tables.plan[layer].stored == layer && more > 0 &&
-            !tkvi_grow_lists(kv, seq, tkvi_list_want(kv, seq, layer, more)))
-            goto no_memory;
+        if (kv->tables.plan[layer].stored == layer && more > 0)
+            want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) /* the first table can be due; others wait */
-        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0 && !tkvi_version_ready(kv, 0))
-            goto no_memory;
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
-        const size_t index = tkvi_index_growth(kv, &paper), budget = kv->tables.cfg.budget_bytes;
+        const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
+        const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_need_of(kv, &paper);
         if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
@@ -17192,10 +17257,13 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         }
         paper = tkvi_paper(kv);
     }
-    if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+         layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+            ready = tkvi_version_ready(kv, 0);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
-no_memory:
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
 }
@@ -19218,7 +19286,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1)
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+            !tkvi_lazy(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;

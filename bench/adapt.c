@@ -19,7 +19,7 @@
 #include "../examples/llama.h"
 #include "bench.h"
 
-enum { PIECE = TKV_BLOCK_TOKENS };
+#define PIECE TKV_BLOCK_TOKENS
 
 static const tkv_level ladder[] = {{32, TKV_NONE, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
                                    {32, TKV_NONE, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},

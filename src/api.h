@@ -709,7 +709,9 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
  * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
- * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded.
+ * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
+ * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
+ * a refused append, too. cfg.parallel_for has work space that counts, so that levels may come earlier with it.
  * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
@@ -726,9 +728,10 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
  * changed. TKV_ERR_ARG: the cache was created without a budget. */
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 /* To a level of the ladder, within cfg.policy; with a budget the policy goes on from there. Tighter: stored
- * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level. */
+ * blocks follow as bytes are needed. TKV_ERR_ARG: there is no such level, or in place without a budget. */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to 2^30 - 1. */
+/* Another hot_tokens for all levels and layers that do not keep everything exact. TKV_ERR_ARG: not 1 to
+ * 2^30 - 2, or in place without a budget. Without a budget reservations end, as with tkv_set_level. */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
  * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */

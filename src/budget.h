@@ -32,6 +32,11 @@ static size_t tkvi_rest(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
+/* Memory that an array may take when it grows; the old one is given back, but not before. */
+static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
+    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+}
+
 /* Bytes held when there are so many slots of each class, room for recoding included. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
     int64_t pages = kv->pool.spare;
@@ -39,31 +44,28 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t e
     int c;
     for (c = 0; c < kv->tables.n_classes; c++)
         pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
+    if (!tkvi_add(extra, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &extra)) return (size_t)-1;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
         !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-/* Memory that an array may take when it grows; the old one is given back, but not before. */
-static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
-    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
-}
-
 static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
     return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
 }
 
-static size_t tkvi_index_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block)) +
-           tkvi_growth(kv->pool.page_cap, paper->most_pages + kv->pool.spare, sizeof(tkvi_page));
+static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block));
 }
 
-/* What an operation asks for, from its paper. */
+/* What an operation asks for, from its paper; what it gives back does not count. */
 static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
     int c;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        kv->need[c] = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t more = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
+        kv->need[c] = more > 0 ? more : 0;
+    }
 }
 
 /* >>what is stored more loosely than a level wants it */
@@ -83,7 +85,7 @@ static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
-    tkv_tier due = tkvi_tier_due(r, r->hot, end, list->len);
+    tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
     if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
         due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
@@ -128,13 +130,16 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
     }
 }
 
-/* Is there a slot for it, without more memory? */
-static int tkvi_has_slot(const tkv_cache *kv, int coding) {
-    return kv->pool.n_free_pages > 0 || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL;
+/* Where a block may go: anywhere, where no memory is asked for, where no page is opened either. */
+typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
+
+static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
+    if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
+    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
 }
 
-/* The oldest of all lists; `anywhere`: also one that there is no slot for. */
-static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
+/* The oldest of all lists that has such a slot. */
+static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, tkvi_stale *oldest) {
     int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -143,7 +148,7 @@ static int tkvi_next_stale(tkv_cache *kv, int anywhere, tkvi_stale *oldest) {
             int age;
             if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
             age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
-            if (age <= most || (!anywhere && !tkvi_has_slot(kv, s.coding))) continue;
+            if (age <= most || !tkvi_has_slot(kv, s.coding, where)) continue;
             most = age;
             *oldest = s;
             found = 1;
@@ -178,11 +183,22 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 }
 
 /* >>levels */
+/* Another plan without a budget: what was reserved was counted by the old one. */
+static void tkvi_end_promises(tkv_cache *kv) {
+    const size_t n = (size_t)kv->tables.n_classes;
+    int seq;
+    memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
+    memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
+    tkvi_trim(&kv->pool);
+}
+
 static void tkvi_go_to_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     if (level == from) return;
     tkvi_take_level(&kv->tables, level);
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
@@ -226,11 +242,15 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
     return slots;
 }
 
-/* Would what is needed (kv->need) fit, with everything as tight as the policy allows? *bytes: what it takes then. */
+/* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
+ * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    int level;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    if (*bytes <= budget) return 1; /* as it is */
-    *bytes = tkvi_bytes_with(kv, tkvi_slots_at(kv, kv->policy.cfg.max_level, 0), extra);
+    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, 0), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
     return *bytes <= budget;
 }
 
@@ -243,12 +263,13 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     tkvi_list *list;
     size_t had;
     const int spare = kv->pool.spare;
-    if (!tkvi_next_stale(kv, 0, &s)) return 0;
-    if (within) {
+    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
+    if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         int64_t *now = tkvi_slots_now(kv);
         now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
         now[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, now, extra) > within) return 0;
+        if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+            return 0;
     }
     list = tkvi_list_of(kv, s.seq, s.layer);
     had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
@@ -272,7 +293,9 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1]);
+    soft = kv->policy.cfg.threshold[level - 1] < 1.0f
+               ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
+               : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
 
@@ -326,18 +349,21 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     outside = kv->outside;
     tkvi_unlock(&kv->policy.lock);
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
-    if (level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
-        !tkvi_next_stale(kv, 1, &s))
-        tkvi_go_to_level(kv, level + 1);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
     kv->debt += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
+        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+        !tkvi_next_stale(kv, TKVI_ANYWHERE, &s))
+        tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
         size_t won = 0;
         if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
             won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
-        kv->debt = won ? kv->debt - (int64_t)won : 0;
+        kv->debt -= (int64_t)won;
+        if (won) continue;
+        kv->debt =
+            -(int64_t)(kv->lump / 64); /* to look for it takes a walk over all lists: not with each append */
     }
 }
 
@@ -384,12 +410,14 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        tkvi_end_promises(kv);
         kv->pool.spare = 0;
         kv->pool.cushion = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
         kv->pool.spare = kv->tables.spare;
@@ -418,6 +446,8 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
     return tkvi_ok(kv);
 }
@@ -433,6 +463,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
     tkvi_take_level(&kv->tables, kv->tables.level);
+    kv->moved = 1;
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
         kv->list[i].tight = kv->list[i].tightest = 0;
     return tkvi_ok(kv);

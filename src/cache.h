@@ -19,6 +19,7 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
     int len;                  /* tokens ever appended */
     int dropped;              /* of them, the first ones are gone (windows) */
+    int chunk_was;            /* chunk, should the append fail */
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
@@ -81,6 +82,7 @@ struct tkv_cache {
     tkv_policy policy;
     float outside;   /* pressure that the caller feeds */
     size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
     int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;

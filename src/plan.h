@@ -317,6 +317,8 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
     n = tkvi_policy_levels(&p);
+    for (i = n; i < TKV_MAX_LEVELS - 1; i++)
+        if (tkvi_bits(p.threshold[i]) != 0) return "thresholds must be above 0 and at most 1, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: nothing to decide */
@@ -673,7 +675,12 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st) {
         tkv_policy_config full;
         wrong = tkvi_policy_for(cfg, &full);
-        if (wrong) return tkvi_bad(reason, size, "policy.max_level", cfg->policy.max_level, wrong);
+        if (wrong) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "policy: ");
+            tkvi_say(&t, wrong);
+            return TKV_ERR_CONFIG;
+        }
     }
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,

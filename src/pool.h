@@ -137,16 +137,22 @@ static int tkvi_add_page(tkvi_pool *pool) {
     return 1;
 }
 
+/* Pages that reservations will need beside those in use. */
+static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
+    int64_t pages = 0;
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const tkvi_class *k = &pool->tables->size_class[c];
+        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
+    }
+    return pages;
+}
+
 /* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
  * into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
-    int64_t keep = pool->spare + cushion;
-    int c;
+    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
     if (pool->keep_all) return;
-    for (c = 0; c < pool->tables->n_classes; c++) {
-        const tkvi_class *k = &pool->tables->size_class[c];
-        keep += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
-    }
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
         tkvi_page *p = &pool->page[i];

@@ -421,7 +421,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1)
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+            !tkvi_lazy(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;

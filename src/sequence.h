@@ -301,26 +301,26 @@ static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows,
     return paper;
 }
 
-/* Under a budget: what is due with this append, and room for it. 0: it does not fit, and nothing has changed. */
-static int tkvi_room_for_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                              const tkvi_peak *paper, size_t *takes) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const size_t budget = kv->tables.cfg.budget_bytes;
-    size_t index = tkvi_index_growth(kv, paper), fresh = 0;
+/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
+static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
     int i;
     for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-        fresh += (size_t)rows[i].n * (kv->tables.coding[p->now.coding[TKV_HOT]].bytes.total / TKVI_BLOCK);
-    }
-    for (i = 0; i < n_rows; i++) { /* what came before may get tighter now */
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (!kv->seq[rows[i].seq].in_step) list->chunk = list->len;
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (failed) list->chunk = list->chunk_was;
+        else list->chunk_was = list->chunk, list->chunk = list->len;
     }
-    tkvi_need_of(kv, paper);
-    if (!tkvi_fits_at_last(kv, index, budget, takes)) return 0;
-    tkvi_keep_pace(kv, fresh, index);
-    return tkvi_make_room(kv, index, budget);
+}
+
+/* Bytes by which block lists and the block table grow. */
+static size_t tkvi_rows_growth(const tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                               const tkvi_peak *paper) {
+    size_t index = tkvi_blocks_growth(kv, paper);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n)
+            index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
+    return index;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
@@ -368,14 +368,26 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " (cfg.nonfinite can saturate them)");
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
-    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_memory;
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (tkvi_lazy(kv))
+        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     if (tkvi_lazy(kv)) {
+        const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
+                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
+                             TKVI_BLOCK;
         size_t takes;
-        tkvi_learn_end(kv, p->layer, had, 1); /* blocks may go by it at once */
+        int fits;
+        tkvi_need_of(kv, &paper);
+        fits = tkvi_fits_at_last(kv, index, budget, &takes);
+        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
         had = kv->tables.current[p->layer];
-        if (!tkvi_room_for_rows(kv, p->layer, rows, n_rows, &paper, &takes)) {
-            tkvi_learn_end(kv, p->layer, had, 0);
+        if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
+        if (!fits || !tkvi_make_room(kv, index, budget)) {
+            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
@@ -403,6 +415,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     return tkvi_ok(kv);
 no_memory:
     tkvi_learn_end(kv, p->layer, had, 0);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+no_table:
     if (kv->pool.keep_all)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
@@ -442,7 +456,8 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
                                                                                  : tkvi_hot_age(kv, layer),
                          partial, pass ? NULL : &paper);
         if (pass) continue;
-        ready = tkvi_peak_ready(&kv->pool, &paper);
+        ready = (tkvi_lazy(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
         for (layer = 0; layer < n; layer++) {
             tkvi_learn_end(kv, layer, had[layer], ready);
             if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
@@ -450,7 +465,10 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
     if (!ready)
-        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+        return tkvi_fail(kv,
+                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
+                                             : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -543,7 +561,7 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak paper;
-    int len, layer, had;
+    int len, layer, had, want = 0, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -553,18 +571,15 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
                          " more tokens");
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         int more = len + n - tkvi_list_of(kv, seq, layer)->len;
-        if (kv->tables.plan[layer].stored == layer && more > 0 &&
-            !tkvi_grow_lists(kv, seq, tkvi_list_want(kv, seq, layer, more)))
-            goto no_memory;
+        if (kv->tables.plan[layer].stored == layer && more > 0)
+            want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
     }
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) /* the first table can be due; others wait */
-        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0 && !tkvi_version_ready(kv, 0))
-            goto no_memory;
     had = kv->seq[seq].reserved_len;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
-        const size_t index = tkvi_index_growth(kv, &paper), budget = kv->tables.cfg.budget_bytes;
+        const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
+        const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_need_of(kv, &paper);
         if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
@@ -574,10 +589,13 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         }
         paper = tkvi_paper(kv);
     }
-    if (tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+         layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+            ready = tkvi_version_ready(kv, 0);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
-no_memory:
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
 }
