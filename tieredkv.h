@@ -19171,6 +19171,10 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
+    if (h->cfg.budget_bytes &&
+        all) /* a table that grows is there twice for a moment: what it had before, too */
+        m.peak +=
+            tkvi_cap_for(all) / 5 * 4 * sizeof(tkvi_block) + tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -19187,25 +19191,41 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
     for (level = h.cfg.policy.min_level;; level++) {
         st = tkvi_estimate_at(&h, level, n_tokens, n_seqs, &m);
         if (st) return st;
-        if (!h.cfg.budget_bytes || m.total <= h.cfg.budget_bytes) break;
+        if (!h.cfg.budget_bytes || m.peak <= h.cfg.budget_bytes) break;
         if (level == h.cfg.policy.max_level) return TKV_ERR_BUDGET;
     }
     *out = m;
     return TKV_OK;
 }
 
+/* Does a level hold that? */
+static int tkvi_holds(tkvi_shape *h, int n_tokens, int n_seqs) {
+    tkv_memory_info m;
+    int level;
+    for (level = h->cfg.policy.max_level; level >= h->cfg.policy.min_level; level--)
+        if (tkvi_estimate_at(h, level, n_tokens, n_seqs, &m) == TKV_OK && m.peak <= h->cfg.budget_bytes)
+            return 1;
+    return 0;
+}
+
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
     tkvi_shape h;
-    tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int low = 0, high; /* low fits, what is above high does not */
+    int low = 0, high, step; /* all up to low fit, high + 1 does not */
     if (st) return st;
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
-    for (high = h.cfg.max_tokens; low < high;) {
+    high = h.cfg.max_tokens;
+    /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
+    for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
+        step = tkvi_min(TKVI_BLOCK, high - low);
+        if (tkvi_holds(&h, low + step, n_seqs)) continue;
+        high = low + step - 1;
+        break;
+    }
+    while (low < high) {
         const int n = low + (high - low + 1) / 2;
-        st = tkvi_estimate_at(&h, h.cfg.policy.max_level, n, n_seqs, &m);
-        if (st || m.total > h.cfg.budget_bytes) high = n - 1;
-        else low = n;
+        if (tkvi_holds(&h, n, n_seqs)) low = n;
+        else high = n - 1;
     }
     *n_tokens = low;
     return TKV_OK;
