@@ -5,7 +5,9 @@
  * It brings the library, scalar kernels only, so that tables of rows can be made here that the library has no field for.
  */
 #define TIEREDKV_IMPLEMENTATION
+#ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD
+#endif
 #include "kit.h"
 
 enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
