@@ -1641,7 +1641,9 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
 /* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)
-    while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) continue;
+    while (__atomic_exchange_n(
+        lock, 1, __ATOMIC_ACQUIRE)) /* who waits only looks: an exchange would hold up the owner */
+        while (__atomic_load_n(lock, __ATOMIC_RELAXED)) continue;
 #else
     (void)lock;
 #endif
@@ -11475,7 +11477,6 @@ typedef struct tkvi_tables {
     tkvi_rule *rule;     /* [n_layers][n_levels] */
     int n_levels, level; /* of the ladder, and where the cache is */
     int spare;           /* pages that recoding needs under a budget */
-    tkv_level ladder[TKV_MAX_LEVELS];
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
@@ -11492,12 +11493,17 @@ static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
+/* What the levels say of a layer, n_levels of them. */
+static tkvi_rule *tkvi_rules_of(const tkvi_tables *t, int layer) {
+    return t->rule + (size_t)layer * (size_t)t->n_levels;
+}
+
 /* All layers go by this level of the ladder. */
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
     for (i = 0; i < t->cfg.n_layers; i++)
-        if (t->plan[i].stored == i) t->plan[i].now = t->rule[(size_t)i * (size_t)t->n_levels + (size_t)level];
+        if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
 }
 
 /* >>validate */
@@ -11885,16 +11891,18 @@ static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
 /* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
 static int tkvi_spare_of(tkvi_shape *h) {
     tkvi_rule rule[TKV_MAX_LEVELS];
+    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        for (level = 0; level < h->n_levels && p.stored == i; level++)
+            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
+                opens[level][h->class_of[rule[level].key[tier]]] = 1;
+    }
     for (level = 0; level < h->n_levels; level++) {
-        int opens[TKVI_MAX_CODINGS] = {0}, n = 0;
-        for (i = 0; i < h->cfg.n_layers; i++) {
-            tkvi_plan p;
-            (void)tkvi_plan_of(h, i, &p, rule);
-            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && p.stored == i; tier++)
-                if (rule[level].hot != TKVI_FOREVER) opens[h->class_of[rule[level].key[tier]]] = 1;
-        }
-        for (c = 0; c < h->n_classes; c++) n += opens[c];
+        int n = 0;
+        for (c = 0; c < h->n_classes; c++) n += opens[level][c];
         most = tkvi_max(most, n);
     }
     return most;
@@ -12230,7 +12238,6 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
     t->spare = h->spare;
-    memcpy(t->ladder, h->ladder, sizeof t->ladder);
     t->plan = (tkvi_plan *)(void *)mem;
     t->rule = (tkvi_rule *)(void *)(mem += s.plan);
     t->coding = (tkvi_coding *)(void *)(mem += s.rule);
@@ -12249,7 +12256,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_rule *rule = &t->rule[(size_t)i * (size_t)h->n_levels];
+        tkvi_rule *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);
@@ -14970,6 +14977,9 @@ static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
     return all;
 }
 
+/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+
 /* Builds an empty cache in one fixed piece from the heap. */
 static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
@@ -15033,13 +15043,13 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy;
+    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
             kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.cushion = (int64_t)(kv->lump / h->page_bytes) + 1;
+    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
     *out = kv;
     return TKV_OK;
 }
@@ -15796,7 +15806,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
         const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];
@@ -16127,7 +16137,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
 /*
  * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
  *
- *     append -> does it fit, if everything old were at the last level?     no: TKV_ERR_BUDGET, nothing has changed
+ *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
  *
@@ -16198,6 +16208,11 @@ typedef struct tkvi_stale {
     int seq, layer, i, coding;
     tkv_tier due;
 } tkvi_stale;
+
+/* What it is coded in. */
+static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
+    return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
+}
 
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
@@ -16318,13 +16333,18 @@ static void tkvi_end_promises(tkv_cache *kv) {
     tkvi_trim(&kv->pool);
 }
 
-static void tkvi_go_to_level(tkv_cache *kv, int level) {
-    const int from = kv->tables.level;
+/* The layers' plans become those of a level, or are read again: all blocks are to be looked at by them. */
+static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
-    if (level == from) return;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+}
+
+static void tkvi_go_to_level(tkv_cache *kv, int level) {
+    const int from = kv->tables.level;
+    if (level == from) return;
+    tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
     tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
@@ -16351,7 +16371,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
         for (layer = 0; layer < t->cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const tkvi_rule *r = &t->rule[(size_t)layer * (size_t)t->n_levels + (size_t)level];
+            const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
             for (i = list->sinks; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
@@ -16369,7 +16389,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
 
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
-static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
     int level;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
@@ -16385,19 +16405,17 @@ static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t 
  * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
 static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     tkvi_stale s;
-    tkvi_list *list;
     size_t had;
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         int64_t *now = tkvi_slots_now(kv);
-        now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
+        now[tkvi_coding_at(kv, &s)->size_class]--;
         now[kv->tables.coding[s.coding].size_class]++;
         if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
             return 0;
     }
-    list = tkvi_list_of(kv, s.seq, s.layer);
-    had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
+    had = tkvi_coding_at(kv, &s)->bytes.total;
     if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
         int8_t before; /* a table of what there is: it must get tighter now */
         if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
@@ -16407,7 +16425,7 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     kv->pool.spare = 0;
     tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
     kv->pool.spare = spare;
-    tkvi_in_place(list, s.i, s.due);
+    tkvi_in_place(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
     return had - kv->tables.coding[s.coding].bytes.total;
 }
@@ -16492,7 +16510,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     }
 }
 
-/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_at_last must have said yes. */
+/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_somewhere must have said yes. */
 static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
     for (;;) {
         if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
@@ -16526,6 +16544,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const int n = kv ? kv->tables.n_classes : 0;
+    const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.spare)
@@ -16551,18 +16570,21 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_fits_at_last(kv, 0, bytes, &takes)) {
-        if (!kv->tables.cfg.budget_bytes) kv->pool.spare = 0;
+    if (!tkvi_fits_somewhere(kv, 0, bytes, &takes)) {
+        if (!had) kv->pool.spare = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget_bytes = bytes;
-    if (!tkvi_make_room(kv, 0, bytes)) return tkvi_over_budget(kv, takes);
+    if (!tkvi_make_room(kv, 0, bytes)) {
+        kv->tables.cfg.budget_bytes = had;
+        return tkvi_over_budget(kv, takes);
+    }
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
-    kv->pool.cushion = (int64_t)(kv->lump / kv->tables.page_bytes) + 1;
+    kv->pool.cushion = tkvi_cushion(kv);
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -16587,11 +16609,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
-    tkvi_take_level(&kv->tables, kv->tables.level);
+    tkvi_take_plans(kv, kv->tables.level);
     kv->moved = 1;
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
-    for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
-        kv->list[i].tight = kv->list[i].tightest = 0;
     return tkvi_ok(kv);
 }
 
@@ -16633,7 +16652,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
-                const int hot = kv->tables.rule[(size_t)layer * (size_t)n + (size_t)level].hot;
+                const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
                 if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
             }
         }
@@ -17050,7 +17069,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         size_t takes;
         int fits;
         tkvi_need_of(kv, &paper);
-        fits = tkvi_fits_at_last(kv, index, budget, &takes);
+        fits = tkvi_fits_somewhere(kv, index, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
         had = kv->tables.current[p->layer];
         if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
@@ -17250,7 +17269,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
             tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
@@ -19264,7 +19283,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
-    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)

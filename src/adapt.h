@@ -15,7 +15,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
         for (side = -1; side <= 1; side += 2) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
-                const int hot = kv->tables.rule[(size_t)layer * (size_t)n + (size_t)level].hot;
+                const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
                 if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
             }
         }

@@ -298,7 +298,9 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
 /* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
 static void tkvi_lock(int *lock) {
 #if defined(__GNUC__) || defined(__clang__)
-    while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE)) continue;
+    while (__atomic_exchange_n(
+        lock, 1, __ATOMIC_ACQUIRE)) /* who waits only looks: an exchange would hold up the owner */
+        while (__atomic_load_n(lock, __ATOMIC_RELAXED)) continue;
 #else
     (void)lock;
 #endif

@@ -1,7 +1,7 @@
 /*
  * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
  *
- *     append -> does it fit, if everything old were at the last level?     no: TKV_ERR_BUDGET, nothing has changed
+ *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
  *
@@ -73,6 +73,11 @@ typedef struct tkvi_stale {
     int seq, layer, i, coding;
     tkv_tier due;
 } tkvi_stale;
+
+/* What it is coded in. */
+static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
+    return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
+}
 
 static int tkvi_any_step(const tkv_cache *kv) {
     int seq, any = 0;
@@ -193,13 +198,18 @@ static void tkvi_end_promises(tkv_cache *kv) {
     tkvi_trim(&kv->pool);
 }
 
-static void tkvi_go_to_level(tkv_cache *kv, int level) {
-    const int from = kv->tables.level;
+/* The layers' plans become those of a level, or are read again: all blocks are to be looked at by them. */
+static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
-    if (level == from) return;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+}
+
+static void tkvi_go_to_level(tkv_cache *kv, int level) {
+    const int from = kv->tables.level;
+    if (level == from) return;
+    tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
     tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
@@ -226,7 +236,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
         for (layer = 0; layer < t->cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const tkvi_rule *r = &t->rule[(size_t)layer * (size_t)t->n_levels + (size_t)level];
+            const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
             for (i = list->sinks; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
@@ -244,7 +254,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
 
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
-static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
     int level;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
@@ -260,19 +270,17 @@ static int tkvi_fits_at_last(tkv_cache *kv, size_t extra, size_t budget, size_t 
  * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
 static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     tkvi_stale s;
-    tkvi_list *list;
     size_t had;
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         int64_t *now = tkvi_slots_now(kv);
-        now[kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].size_class]--;
+        now[tkvi_coding_at(kv, &s)->size_class]--;
         now[kv->tables.coding[s.coding].size_class]++;
         if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
             return 0;
     }
-    list = tkvi_list_of(kv, s.seq, s.layer);
-    had = kv->tables.coding[kv->pool.block[tkvi_ids(kv, s.seq, s.layer)[s.i]].coding].bytes.total;
+    had = tkvi_coding_at(kv, &s)->bytes.total;
     if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
         int8_t before; /* a table of what there is: it must get tighter now */
         if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
@@ -282,7 +290,7 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
     kv->pool.spare = 0;
     tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
     kv->pool.spare = spare;
-    tkvi_in_place(list, s.i, s.due);
+    tkvi_in_place(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
     kv->recoded[kv->tables.level]++;
     return had - kv->tables.coding[s.coding].bytes.total;
 }
@@ -367,7 +375,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     }
 }
 
-/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_at_last must have said yes. */
+/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_somewhere must have said yes. */
 static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
     for (;;) {
         if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
@@ -401,6 +409,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const int n = kv ? kv->tables.n_classes : 0;
+    const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.spare)
@@ -426,18 +435,21 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_fits_at_last(kv, 0, bytes, &takes)) {
-        if (!kv->tables.cfg.budget_bytes) kv->pool.spare = 0;
+    if (!tkvi_fits_somewhere(kv, 0, bytes, &takes)) {
+        if (!had) kv->pool.spare = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget_bytes = bytes;
-    if (!tkvi_make_room(kv, 0, bytes)) return tkvi_over_budget(kv, takes);
+    if (!tkvi_make_room(kv, 0, bytes)) {
+        kv->tables.cfg.budget_bytes = had;
+        return tkvi_over_budget(kv, takes);
+    }
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
-    kv->pool.cushion = (int64_t)(kv->lump / kv->tables.page_bytes) + 1;
+    kv->pool.cushion = tkvi_cushion(kv);
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -462,11 +474,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
         if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
-    tkvi_take_level(&kv->tables, kv->tables.level);
+    tkvi_take_plans(kv, kv->tables.level);
     kv->moved = 1;
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
-    for (i = 0; i < (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers; i++)
-        kv->list[i].tight = kv->list[i].tightest = 0;
     return tkvi_ok(kv);
 }
 

@@ -289,6 +289,9 @@ static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
     return all;
 }
 
+/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+
 /* Builds an empty cache in one fixed piece from the heap. */
 static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
@@ -352,13 +355,13 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy;
+    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
             kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.cushion = (int64_t)(kv->lump / h->page_bytes) + 1;
+    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
     *out = kv;
     return TKV_OK;
 }

@@ -200,7 +200,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
         const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];

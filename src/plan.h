@@ -111,7 +111,6 @@ typedef struct tkvi_tables {
     tkvi_rule *rule;     /* [n_layers][n_levels] */
     int n_levels, level; /* of the ladder, and where the cache is */
     int spare;           /* pages that recoding needs under a budget */
-    tkv_level ladder[TKV_MAX_LEVELS];
     tkvi_coding *coding; /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
@@ -128,12 +127,17 @@ static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
+/* What the levels say of a layer, n_levels of them. */
+static tkvi_rule *tkvi_rules_of(const tkvi_tables *t, int layer) {
+    return t->rule + (size_t)layer * (size_t)t->n_levels;
+}
+
 /* All layers go by this level of the ladder. */
 static void tkvi_take_level(tkvi_tables *t, int level) {
     int i;
     t->level = level;
     for (i = 0; i < t->cfg.n_layers; i++)
-        if (t->plan[i].stored == i) t->plan[i].now = t->rule[(size_t)i * (size_t)t->n_levels + (size_t)level];
+        if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
 }
 
 /* >>validate */
@@ -521,16 +525,18 @@ static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
 /* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
 static int tkvi_spare_of(tkvi_shape *h) {
     tkvi_rule rule[TKV_MAX_LEVELS];
+    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        for (level = 0; level < h->n_levels && p.stored == i; level++)
+            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
+                opens[level][h->class_of[rule[level].key[tier]]] = 1;
+    }
     for (level = 0; level < h->n_levels; level++) {
-        int opens[TKVI_MAX_CODINGS] = {0}, n = 0;
-        for (i = 0; i < h->cfg.n_layers; i++) {
-            tkvi_plan p;
-            (void)tkvi_plan_of(h, i, &p, rule);
-            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && p.stored == i; tier++)
-                if (rule[level].hot != TKVI_FOREVER) opens[h->class_of[rule[level].key[tier]]] = 1;
-        }
-        for (c = 0; c < h->n_classes; c++) n += opens[c];
+        int n = 0;
+        for (c = 0; c < h->n_classes; c++) n += opens[level][c];
         most = tkvi_max(most, n);
     }
     return most;
@@ -866,7 +872,6 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
     t->spare = h->spare;
-    memcpy(t->ladder, h->ladder, sizeof t->ladder);
     t->plan = (tkvi_plan *)(void *)mem;
     t->rule = (tkvi_rule *)(void *)(mem += s.plan);
     t->coding = (tkvi_coding *)(void *)(mem += s.rule);
@@ -885,7 +890,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_rule *rule = &t->rule[(size_t)i * (size_t)h->n_levels];
+        tkvi_rule *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);

@@ -399,7 +399,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
-    const tkvi_rule *rule = &kv->tables.rule[(size_t)layer * (size_t)kv->tables.n_levels];
+    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)

@@ -382,7 +382,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         size_t takes;
         int fits;
         tkvi_need_of(kv, &paper);
-        fits = tkvi_fits_at_last(kv, index, budget, &takes);
+        fits = tkvi_fits_somewhere(kv, index, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
         had = kv->tables.current[p->layer];
         if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
@@ -582,7 +582,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_at_last(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
             tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
