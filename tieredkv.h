@@ -412,6 +412,57 @@ typedef struct tkv_policy_config {
     int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
+/* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
+typedef enum tkv_importance_strategy {
+    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
+    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
+    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
+    TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
+    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
+    TKV_IMPORTANCE_STRATEGIES
+} tkv_importance_strategy;
+typedef struct tkv_importance_config { /* zero means the strategy's own */
+    tkv_importance_strategy strategy;
+    float decay;     /* per step, above 0 and at most 1 */
+    float attention; /* weight of A, 0 to 1e6 */
+    float recency;   /* weight of the age, 0 to 1e6 */
+    float tau;       /* steps, 1 to 2^30; 0: 64 */
+    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+} tkv_importance_config;
+typedef enum tkv_evict_kind {
+    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
+    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
+    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
+    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
+    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
+    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
+    TKV_EVICT_USER,         /* "user": by cfg.scorer */
+    TKV_EVICT_KINDS
+} tkv_evict_kind;
+struct tkv_evict_view;
+typedef struct tkv_evict_config { /* zero means default */
+    tkv_evict_kind kind;
+    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
+     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
+     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
+     * then sinks, then the other recent ones. */
+    int sink_tokens, recent_tokens;
+    int pool; /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
+    int seed; /* of "random" */
+    /* "user": the score of slot i, high ones stay */
+    float (*scorer)(void *user, const struct tkv_evict_view *view, int i);
+    void *user;
+    /* when, see tkv_evict_due */
+    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
+    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
+} tkv_evict_config;
+
 /* >>events, for logs and counters. Called from the call that causes them, which is not over then: it must not call the
  * cache but for reports. */
 typedef enum tkv_event_kind {
@@ -464,6 +515,11 @@ typedef struct tkv_config {
     tkv_policy_config policy;
     tkv_on_event on_event; /* NULL: nobody wants to know */
     void *event_user;
+    /* what to keep, see tkv_evict and tkv_importance_of */
+    tkv_evict_config evict; /* kind 0: no token is ever dropped */
+    int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
+    tkv_importance_config importance;
+    int importance_every; /* one query in so many tells what it looked at; 0: as the policy needs it */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -989,22 +1045,6 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
  * the larger of both). So a token that nobody touches costs nothing, and the order of calls within a step is
  * no matter. The recency is that of the moment, not summed up over steps: it counts the same however often
  * tokens are touched. */
-typedef enum tkv_importance_strategy {
-    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
-    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
-    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
-    TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
-    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
-    TKV_IMPORTANCE_STRATEGIES
-} tkv_importance_strategy;
-typedef struct tkv_importance_config { /* zero means the strategy's own */
-    tkv_importance_strategy strategy;
-    float decay;     /* per step, above 0 and at most 1 */
-    float attention; /* weight of A, 0 to 1e6 */
-    float recency;   /* weight of the age, 0 to 1e6 */
-    float tau;       /* steps, 1 to 2^30; 0: 64 */
-    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
-} tkv_importance_config;
 typedef struct tkv_importance { /* of one token; zeroed: it never got any attention */
     float attention;            /* A as of `step` */
     int step;
@@ -1061,22 +1101,6 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 /* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
  * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
  * evict.h. */
-typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
-    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
-    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
-    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
-    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
-    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
-    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
-    TKV_EVICT_USER,         /* "user": by cfg.scorer */
-    TKV_EVICT_KINDS
-} tkv_evict_kind;
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
 
@@ -1110,22 +1134,6 @@ typedef struct tkv_evict_view {
     const float *scores; /* of the caller's; high ones stay */
 } tkv_evict_view;
 
-typedef struct tkv_evict_config { /* zero means default */
-    tkv_evict_kind kind;
-    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
-     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
-     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
-     * then sinks, then the other recent ones. */
-    int sink_tokens, recent_tokens;
-    int pool;      /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
-    uint64_t seed; /* of "random" */
-    /* "user": the score of slot i, high ones stay */
-    float (*scorer)(void *user, const tkv_evict_view *view, int i);
-    void *user;
-    /* when, see tkv_evict_due */
-    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
-    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
-} tkv_evict_config;
 /* Scores of all slots (of those that are not alive, 0): high ones stay. TKV_ERR_CONFIG: cfg; TKV_ERR_ARG: the policy
  * needs what view has not, n or positions are wrong. TKV_ERR_NONFINITE: a token's score is no finite number; `score`
  * is not of use then. O(n), "keydiff" and tkv_evict_key_norms O(n * n_kv_heads * head_dim). */
@@ -11365,6 +11373,1006 @@ TKV_API void tkv_policy_reset(tkv_policy *p) {
 }
 
 #endif /* TKVI_POLICY_H */
+/* ======== select.h ======== */
+/*
+ * select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits of the
+ * floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is the same
+ * everywhere. Also bit masks over slots. May call base.
+ */
+#ifndef TKVI_SELECT_H
+#define TKVI_SELECT_H
+
+
+/* >>masks: slot i is bit i % 64 of word i / 64 */
+static int tkvi_has(const uint64_t *mask, int i) { return (int)(mask[i >> 6] >> (i & 63) & 1u); }
+
+static void tkvi_mark(uint64_t *mask, int i) { mask[i >> 6] |= (uint64_t)1 << (i & 63); }
+
+static int tkvi_words(int n) { return (int)(((int64_t)n + 63) / 64); }
+
+/* >>ranks */
+typedef struct tkvi_ranks {
+    int n;
+    const float *score;          /* finite */
+    const signed char *priority; /* NULL, or it counts before the score */
+    const uint64_t *without;     /* NULL, or bits of slots that do not take part */
+    uint32_t turn;               /* all bits: the highest scores come first, the lowest index still does */
+} tkvi_ranks;
+
+/* Bits of a float in the order of floats, both zeros alike: the sign turned, and all else where it was set. */
+static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
+    const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
+    const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
+    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | (order ^ r->turn);
+}
+
+static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
+
+/* The k-th lowest rank, k from 1 to as many as take part. *equal: how many of that very rank are among the k. */
+static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
+    uint64_t found = 0, known = 0;
+    int i, shift;
+    for (shift = r->priority ? 32 : 24; shift >= 0; shift -= 8) {
+        int count[256], byte = 0;
+        memset(count, 0, sizeof count);
+        for (i = 0; i < r->n; i++) {
+            uint64_t rank;
+            if (!tkvi_takes_part(r, i)) continue;
+            rank = tkvi_rank(r, i);
+            if ((rank & known) == found) count[rank >> shift & 255u]++;
+        }
+        while (k > count[byte]) k -= count[byte++];
+        found |= (uint64_t)byte << shift;
+        known |= (uint64_t)255 << shift;
+    }
+    *equal = k;
+    return found;
+}
+
+#endif /* TKVI_SELECT_H */
+/* ======== importance.h ======== */
+/*
+ * importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a dearer
+ * tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call policy and
+ * select.
+ *
+ *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
+ *     A         .2       .2 * decay^4 + .1
+ */
+#ifndef TKVI_IMPORTANCE_H
+#define TKVI_IMPORTANCE_H
+
+
+/* >>what a step's mass does to A, which has been decayed */
+static double tkvi_gather_sum(double a, double mass, double low) {
+    (void)low;
+    return a + mass;
+}
+
+static double tkvi_gather_most(double a, double mass, double low) {
+    (void)low;
+    return a > mass ? a : mass;
+}
+
+static double tkvi_gather_lows(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
+
+typedef struct tkvi_strategy {
+    const char *name;
+    double (*gather)(double a, double mass, double low);
+    float decay, attention, recency;
+} tkvi_strategy;
+
+static const tkvi_strategy tkvi_strategies[] = {
+    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
+    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
+};
+
+static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
+    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_STRATEGIES ? &tkvi_strategies[s] : NULL;
+}
+
+TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
+    const tkvi_strategy *s = tkvi_strategy_of(strategy);
+    return s ? s->name : NULL;
+}
+
+/* x, or `other` where x is 0; by bits, whatever the flags. */
+static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
+
+/* The config with its defaults, or NULL. */
+static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
+                                                 tkv_importance_config *cfg) {
+    const tkvi_strategy *s;
+    memset(cfg, 0, sizeof *cfg);
+    if (from) *cfg = *from;
+    s = tkvi_strategy_of(cfg->strategy);
+    if (!s) return NULL;
+    cfg->decay = tkvi_or(cfg->decay, s->decay);
+    cfg->attention = tkvi_or(cfg->attention, s->attention);
+    cfg->recency = tkvi_or(cfg->recency, s->recency);
+    cfg->tau = tkvi_or(cfg->tau, 64.0f);
+    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(cfg->attention, 0.0f, 1e6f) &&
+                   tkvi_within(cfg->recency, 0.0f, 1e6f) && tkvi_within(cfg->tau, 1.0f, 1073741824.0f) &&
+                   tkvi_within(cfg->low, 0.0f, 1e30f)
+               ? s
+               : NULL;
+}
+
+/* x^n by squaring: products alone, which round alike everywhere; nothing for the usual n of 1. 0 <= x <= 1. */
+static double tkvi_power(double x, int n) {
+    double y = 1.0;
+    for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
+        if (n & 1) y = tkvi_f64(y * x);
+        if (y < 1e-200) return 0.0; /* before numbers become subnormal, which some flags flush */
+        if (x < 1e-200 && n > 1) return 0.0;
+    }
+    return y;
+}
+
+TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
+                                      const float *mass, int n, int now) {
+    tkv_importance_config full;
+    const tkvi_strategy *s;
+    double low;
+    int i;
+    if (n < 0 || now < 0 || (n > 0 && (!tokens || !mass))) return TKV_ERR_ARG;
+    s = tkvi_importance_fill(cfg, &full);
+    if (!s) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_within(mass[i], 0.0f, FLT_MAX)) return TKV_ERR_NONFINITE;
+        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
+        if (tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
+    }
+    low = (double)tkvi_or(full.low, n > 0 ? 1.0f / (float)n : 0.0f);
+    for (i = 0; i < n; i++) {
+        const double old = (double)tokens[i].attention;
+        const double a = tkvi_f64(old * tkvi_power((double)full.decay, now - tokens[i].step));
+        const double sum = s->gather(a, (double)mass[i], low);
+        tokens[i].attention = sum > (double)FLT_MAX ? FLT_MAX : (float)sum;
+        tokens[i].step = now;
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
+                                       const int *position, int n, int now, float *out) {
+    tkv_importance_config full;
+    double fade;
+    int i;
+    if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) {
+        const int at = position ? position[i] : i;
+        if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
+        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
+    }
+    fade = exp(-1.0 / (double)full.tau);
+    for (i = 0; i < n; i++) {
+        const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
+        const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
+        const double age = tkvi_power(fade, now - (position ? position[i] : i));
+        const double sum = a + (double)full.recency * age;
+        out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
+    }
+    return TKV_OK;
+}
+
+/* >>heads */
+TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
+                                            int n_heads, int n, float *out) {
+    int h, i;
+    if (n < 0 || n_heads < 1 || (n > 0 && (!weights || !out)) || (int)how < 0 || how > TKV_IMPORTANCE_SUM)
+        return TKV_ERR_ARG;
+    if (stride == 0) stride = n;
+    for (i = 0; i < n; i++) out[i] = weights[i];
+    for (h = 1; h < n_heads; h++) {
+        const float *w = weights + h * stride;
+        if (how == TKV_IMPORTANCE_MAX)
+            for (i = 0; i < n; i++) out[i] = w[i] > out[i] ? w[i] : out[i];
+        else
+            for (i = 0; i < n; i++) out[i] += w[i];
+    }
+    if (how == TKV_IMPORTANCE_MEAN)
+        for (i = 0; i < n; i++) out[i] /= (float)n_heads;
+    return TKV_OK;
+}
+
+/* Quest (arXiv 2406.10774): each channel's product is largest at one of its two ends. */
+TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
+    double sum = 0.0;
+    int c;
+    if (!q || !low || !high) return 0.0f;
+    for (c = 0; c < head_dim; c++) sum += (double)q[c] * (double)(q[c] < 0.0f ? low[c] : high[c]);
+    return (float)sum;
+}
+
+/* >>the best */
+/* Before: i is better than j, or as good and older. */
+static int tkvi_before(const tkvi_ranks *r, int i, int j) {
+    const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
+    return a < b || (a == b && i < j);
+}
+
+/* A heap with the worst at the top: out[at] sinks to its place. */
+static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
+    for (;;) {
+        int child = 2 * at + 1, keep;
+        if (child >= n) return;
+        if (child + 1 < n && tkvi_before(r, out[child], out[child + 1])) child++;
+        if (tkvi_before(r, out[child], out[at])) return;
+        keep = out[at];
+        out[at] = out[child];
+        out[child] = keep;
+        at = child;
+    }
+}
+
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count) {
+    tkvi_ranks r;
+    uint64_t last = 0;
+    int i, equal = 0, found = 0, there = 0;
+    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
+        return TKV_ERR_ARG;
+    memset(&r, 0, sizeof r);
+    r.n = n;
+    r.score = score;
+    r.without = without;
+    r.turn = 0xffffffffu;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_takes_part(&r, i)) continue;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        there++;
+    }
+    k = tkvi_min(k, there);
+    *count = k;
+    if (k > 0) last = tkvi_select(&r, k, &equal);
+    for (i = 0; i < n && found < k; i++) {
+        uint64_t rank;
+        if (!tkvi_takes_part(&r, i)) continue;
+        rank = tkvi_rank(&r, i);
+        if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
+    }
+    for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
+    for (i = k; i-- > 1;) {
+        const int worst = out[0];
+        out[0] = out[i];
+        out[i] = worst;
+        tkvi_sink(&r, out, i, 0);
+    }
+    return TKV_OK;
+}
+
+/* >>promotion */
+TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
+                                          const uint64_t *source, int *moved, int n, int now, int *out,
+                                          int *count) {
+    float threshold;
+    tkvi_ranks r;
+    int per_step, cooldown, room, i, j, found = 0;
+    uint64_t none = 0, waiting = 0;
+    if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
+        (n > 0 && (!score || !moved || !out)))
+        return TKV_ERR_ARG;
+    threshold = tkvi_or(p->cfg.threshold, .05f);
+    per_step = p->cfg.per_step ? p->cfg.per_step : 8;
+    cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    if (!tkvi_is_finite(threshold) || per_step < 1 || per_step > TKV_IMPORTANCE_PER_STEP || cooldown < 0)
+        return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
+    }
+    if (now > p->step) p->used = 0;
+    p->step = now;
+    room = tkvi_max(0, per_step - p->used);
+    memset(&r, 0, sizeof r);
+    r.n = n;
+    r.score = score;
+    r.turn = 0xffffffffu;
+    for (i = 0; i < n; i++) { /* out is kept in order, the worst falls off its end */
+        if (score[i] < threshold) continue;
+        if (!source || !tkvi_has(source, i)) {
+            none = 1;
+            continue;
+        }
+        if (moved[i] != TKV_NONE && now - moved[i] < cooldown) {
+            waiting++;
+            continue;
+        }
+        if (found == room && (room == 0 || !tkvi_before(&r, i, out[found - 1]))) {
+            waiting++;
+            continue;
+        }
+        if (found == room) waiting++;
+        else found++;
+        for (j = found - 1; j > 0 && tkvi_before(&r, i, out[j - 1]); j--) out[j] = out[j - 1];
+        out[j] = i;
+    }
+    for (j = 0; j < found; j++) moved[out[j]] = now;
+    p->used += found;
+    p->promoted += (uint64_t)found;
+    p->no_source += none;
+    p->waiting += waiting;
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_IMPORTANCE_H */
+/* ======== evict.h ======== */
+/*
+ * evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what they
+ * protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own, no
+ * cache.
+ *
+ *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
+ *     may go         x x x x x x          neither protected, pinned nor gone already
+ *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
+ *     victims    0 0 1 1 1 0 1 1 0 0
+ *
+ * Where the definitions come from stands at each score. All see a layer's heads as one: sums or means over heads, so
+ * that a token goes from all of them (the papers select per head). May call select, importance.
+ */
+#ifndef TKVI_EVICT_H
+#define TKVI_EVICT_H
+
+
+/* A token has its place here: in range, and not gone before. */
+static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
+
+static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
+
+/* >>scores: out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
+typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
+                                 float *out);
+
+/* StreamingLLM (arXiv 2309.17453, section 3.2): first tokens, kept as sinks, and the newest. FIFO: without sinks. */
+static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)cfg;
+    (void)recent;
+    for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
+}
+
+/* Scores that are there already. H2O (2306.14048, section 4): attention probabilities, summed over all queries since
+ * the token came. TOVA (2401.06104): those of the newest query, mean over the heads of the layer. */
+static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
+    int i;
+    for (i = 0; i < v->n; i++)
+        if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
+}
+
+static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->mass, 1.0f, out);
+}
+
+static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->last, 1.0f, out);
+}
+
+/* Knorm (2406.11430): keys of a small L2 norm get much attention, so the longest go. */
+static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->norms, -1.0f, out);
+}
+
+static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->scores, 1.0f, out);
+}
+
+/* ScissorHands (2305.17118): tokens are counted, in a history window, each time they get less than an even share; when
+ * the budget is full those with the highest counts go, many at once, but for the recent ones. */
+static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->lows, 1.0f, out);
+    for (i = 0; i < v->n; i++)
+        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
+}
+
+/* SnapKV (2404.14469, section 4): attention that the last queries of the prompt, the observation window, give to what
+ * is before it, averaged over neighbours (beyond the ends there are zeros, as the authors' code has it); the window
+ * itself stays. PyramidKV (2406.02069, section 4) selects in the same way. */
+static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    const int before = tkvi_max(0, v->n - recent), half = cfg->pool / 2;
+    float most = 0.0f;
+    int i, j;
+    for (i = 0; i < before; i++) {
+        const int end = tkvi_min(before, i + half + 1);
+        double sum = 0.0;
+        for (j = tkvi_max(0, i - half); j < end; j++)
+            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
+        out[i] = (float)(sum / cfg->pool);
+        most = out[i] > most ? out[i] : most;
+    }
+    for (; i < v->n; i++)
+        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
+}
+
+static double tkvi_key_dot(const float *a, const double *b, int dim) {
+    double sum = 0.0;
+    int c;
+    for (c = 0; c < dim; c++) sum += (double)a[c] * b[c];
+    return sum;
+}
+
+static double tkvi_key_norm(const float *k, int dim) {
+    double sum = 0.0;
+    int c;
+    for (c = 0; c < dim; c++) sum += (double)k[c] * (double)k[c];
+    return sqrt(sum);
+}
+
+static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h, int head_dim) {
+    return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
+}
+
+/* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
+ * between key and anchor, negated, and here its mean over the KV heads. */
+static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
+                                 float *out) {
+    double anchor[TKV_MAX_HEAD_DIM];
+    const int dim = v->head_dim;
+    int h, i, c;
+    (void)cfg;
+    (void)recent;
+    for (i = 0; i < v->n; i++) out[i] = 0.0f;
+    for (h = 0; h < v->n_kv_heads; h++) {
+        double size = 0.0;
+        for (c = 0; c < dim; c++) anchor[c] = 0.0;
+        for (i = 0; i < v->n; i++) {
+            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
+            const double norm = k ? tkvi_key_norm(k, dim) : 0.0;
+            for (c = 0; k && norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
+        }
+        for (c = 0; c < dim; c++) size += anchor[c] * anchor[c];
+        size = sqrt(size);
+        for (i = 0; i < v->n; i++) {
+            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
+            const double norm = k ? tkvi_key_norm(k, dim) * size : 0.0;
+            if (!k) continue;
+            if (!tkvi_is_finite((float)norm)) out[i] = (float)norm;
+            if (norm > 0.0) out[i] -= (float)(tkvi_key_dot(k, anchor, dim) / norm / v->n_kv_heads);
+        }
+    }
+}
+
+/* A hash of seed and position (splitmix64): the same token has the same lot, whoever else is there. */
+static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)recent;
+    for (i = 0; i < v->n; i++) {
+        uint64_t z =
+            (uint64_t)(uint32_t)cfg->seed + ((uint64_t)tkvi_position_of(v, i) + 1u) * 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        out[i] = (float)((z ^ (z >> 31)) >> 40) * 5.9604644775390625e-8f;
+    }
+}
+
+static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)recent;
+    for (i = 0; i < v->n; i++)
+        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
+}
+
+/* >>the table, in the order of tkv_evict_kind */
+typedef struct tkvi_evict_row {
+    const char *name;
+    int needs;
+    int sinks, recent; /* what it protects if cfg does not say */
+    tkvi_evict_score score;
+} tkvi_evict_row;
+
+static const tkvi_evict_row tkvi_evict_rows[] = {
+    {"none", 0, 4, 32, tkvi_score_age},
+    {"sliding", 0, 4, 1, tkvi_score_age},
+    {"h2o", TKV_EVICT_NEEDS_MASS, 4, 32, tkvi_score_mass},
+    {"snapkv", TKV_EVICT_NEEDS_OBSERVED, 4, 32, tkvi_score_pooled},
+    {"pyramidkv", TKV_EVICT_NEEDS_OBSERVED, 4, 8, tkvi_score_pooled},
+    {"tova", TKV_EVICT_NEEDS_LAST, 4, 32, tkvi_score_last},
+    {"knorm", TKV_EVICT_NEEDS_NORMS, 4, 32, tkvi_score_norm},
+    {"keydiff", TKV_EVICT_NEEDS_KEYS, 4, 32, tkvi_score_differing},
+    {"scissorhands", TKV_EVICT_NEEDS_LOWS, 4, 32, tkvi_score_lows},
+    {"fifo", 0, 0, 0, tkvi_score_age},
+    {"random", 0, 0, 0, tkvi_score_lot},
+    {"scores", TKV_EVICT_NEEDS_SCORES, 4, 32, tkvi_score_given},
+    {"user", 0, 4, 32, tkvi_score_user},
+};
+
+static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? &tkvi_evict_rows[kind] : NULL;
+}
+
+TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
+    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
+    return row ? row->name : NULL;
+}
+
+TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
+    int i;
+    for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
+        if (strcmp(name, tkvi_evict_rows[i].name) == 0) {
+            *kind = (tkv_evict_kind)i;
+            return TKV_OK;
+        }
+    return TKV_ERR_ARG;
+}
+
+TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
+    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
+    return row ? row->needs : 0;
+}
+
+/* A length of the config's: its own, none, or the default. -2: it is no length. */
+static int tkvi_evict_length(int given, int otherwise) {
+    if (given == TKV_NONE) return 0;
+    return given == 0 ? otherwise : given < 0 ? -2 : given;
+}
+
+/* The config with its defaults, or NULL. */
+static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
+    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
+    if (!row) return NULL;
+    *cfg = *from;
+    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
+    cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
+    cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
+    cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
+    if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
+    if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
+    if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
+    return cfg->kind == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+}
+
+static int tkvi_view_is_sound(const tkv_evict_view *v) {
+    int i, last = -1;
+    if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
+    for (i = 0; v->position && i < v->n; i++) {
+        if (!tkvi_is_alive(v, i)) continue;
+        if (v->position[i] <= last) return 0;
+        last = v->position[i];
+    }
+    return 1;
+}
+
+/* Dimensions that a product of sizes can have. */
+static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
+    size_t size;
+    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
+    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
+        !tkvi_mul(size, (size_t)head_dim, &size))
+        return 0;
+    return keys || n == 0;
+}
+
+static int tkvi_view_has(const tkv_evict_view *v, int needs) {
+    const void *what[6];
+    int i;
+    what[0] = v->mass;
+    what[1] = v->observed;
+    what[2] = v->last;
+    what[3] = v->norms;
+    what[4] = v->keys;
+    what[5] = v->lows;
+    for (i = 0; i < 6; i++)
+        if ((needs >> i & 1) && !what[i]) return 0;
+    if ((needs & TKV_EVICT_NEEDS_SCORES) && !v->scores) return 0;
+    return !(needs & TKV_EVICT_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+}
+
+TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
+    tkv_evict_config full;
+    const tkvi_evict_row *row = tkvi_evict_fill(cfg, &full);
+    int i;
+    if (!row) return TKV_ERR_CONFIG;
+    if (!tkvi_view_is_sound(view) || (view->n > 0 && (!score || !tkvi_view_has(view, row->needs))))
+        return TKV_ERR_ARG;
+    row->score(&full, view, full.recent_tokens, score);
+    for (i = 0; i < view->n; i++) {
+        if (!tkvi_is_alive(view, i)) score[i] = 0.0f;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+    }
+    return TKV_OK;
+}
+
+/* >>selection */
+/* Sinks and recent tokens within the budget: the newest first of all, then the sinks, then the other recent ones. */
+static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks, int keep,
+                               tkv_evict_result *r) {
+    int recent = cfg->recent_tokens;
+    r->sinks = tkvi_max(0, tkvi_min(sinks, keep - (recent > 0)));
+    if (asked == 0) recent = tkvi_min(recent, tkvi_max(1, (keep - r->sinks) / 2));
+    r->recent = tkvi_max(0, tkvi_min(recent, keep - r->sinks));
+}
+
+TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
+                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out) {
+    tkv_evict_config full;
+    tkv_evict_result r;
+    tkvi_ranks ranks;
+    uint64_t limit = 0, word = 0;
+    int i, n, alive = 0, sinks = 0, may_go = 0, go, equal = 0, older;
+    if (!tkvi_evict_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    if (keep < 0 || !tkvi_view_is_sound(view) || (view->n > 0 && (!score || !victims))) return TKV_ERR_ARG;
+    n = view->n;
+    for (i = 0; i < n; i++)
+        if (tkvi_is_alive(view, i)) {
+            if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+            alive++;
+            sinks += tkvi_position_of(view, i) < full.sink_tokens;
+        }
+    if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
+    memset(&r, 0, sizeof r);
+    tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
+    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* at first: what may not go */
+    for (i = 0, older = 0; i < n; i++) {
+        const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
+        else may_go++;
+        older += there;
+    }
+    go = tkvi_max(0, tkvi_min(alive - keep, may_go));
+    memset(&ranks, 0, sizeof ranks);
+    ranks.n = n;
+    ranks.score = score;
+    ranks.priority = view->priority;
+    ranks.without = victims;
+    if (go > 0) limit = tkvi_select(&ranks, go, &equal);
+    for (i = 0; i < n; i++) { /* a word is written when all of it has been read */
+        if (go > 0 && tkvi_takes_part(&ranks, i)) {
+            const uint64_t rank = tkvi_rank(&ranks, i);
+            if (rank < limit || (rank == limit && equal-- > 0)) word |= (uint64_t)1 << (i & 63);
+        }
+        if ((i & 63) == 63 || i == n - 1) {
+            victims[i >> 6] = word;
+            word = 0;
+        }
+    }
+    r.evicted = go;
+    r.kept = alive - go;
+    r.over = tkvi_max(0, r.kept - keep);
+    if (out) *out = r;
+    return TKV_OK;
+}
+
+TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
+    tkv_evict_config full;
+    int64_t limit, due;
+    int batch;
+    if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
+    limit = (int64_t)((double)full.trigger * budget + .5);
+    due = (int64_t)n + incoming - limit;
+    if (due <= 0) return 0;
+    batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
+    due = due > batch ? due : batch;
+    return due < n ? (int)due : n;
+}
+
+/* >>what to do with the bits */
+TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
+    int i, found = 0;
+    if (n > 0 && (!mask || !out)) return 0;
+    for (i = 0; i < n; i++)
+        if (tkvi_has(mask, i)) out[found++] = i;
+    return found;
+}
+
+TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size) {
+    char *at = (char *)array;
+    int i, kept = 0;
+    if (n > 0 && (!victims || !array)) return 0;
+    for (i = 0; i < n; i++) {
+        if (tkvi_has(victims, i)) continue;
+        if (kept < i) memcpy(at + (size_t)kept * size, at + (size_t)i * size, size);
+        kept++;
+    }
+    return kept;
+}
+
+TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
+    int i, h;
+    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
+    for (i = 0; i < n; i++) {
+        double sum = 0.0;
+        for (h = 0; h < n_kv_heads; h++)
+            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
+        out[i] = (float)(sum / n_kv_heads);
+    }
+    return TKV_OK;
+}
+
+/* >>budgets. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
+ * numbers. */
+typedef struct tkvi_line {
+    int64_t base, first, fall, whole;
+} tkvi_line;
+
+static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
+
+static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
+    tkvi_line line;
+    line.base = line.fall = 0;
+    line.first = b->total;
+    line.whole = b->n_layers;
+    return line;
+}
+
+static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
+    tkvi_line line;
+    line.base = 0;
+    line.first = b->total * b->n_layers;
+    line.fall = b->total;
+    line.whole = (int64_t)b->n_layers * (b->n_layers + 1) / 2;
+    return line;
+}
+
+/* PyramidKV (arXiv 2406.02069, section 4), as its authors' code has it but with fractions. With a = (C - w) * L tokens
+ * to share and d = max - min in units of 1 / unit:  b_l = w + (max * (L - 1) - l * d) / (unit * (L - 1)). The authors
+ * fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w. */
+static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
+    const int64_t layers = b->n_layers, spare = b->total - layers * b->window;
+    const int64_t rest = (int64_t)b->n_tokens - b->window;
+    tkvi_line line;
+    int64_t unit = layers * b->beta, least = spare, most = spare * (2 * (int64_t)b->beta - 1);
+    if (layers < 2 || spare < 0 || rest < 0) return tkvi_line_uniform(b);
+    if (most > rest * unit) {
+        unit = layers;
+        most = rest * unit;
+        least = 2 * spare - most;
+    }
+    if (most < least || least < b->window * unit) return tkvi_line_uniform(b);
+    line.base = b->window;
+    line.first = most * (layers - 1);
+    line.fall = most - least;
+    line.whole = unit * (layers - 1);
+    return line;
+}
+
+typedef tkvi_line (*tkvi_evict_line)(const tkv_evict_budget *b);
+static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
+
+/* Layers whose remainder is at least r. */
+static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
+    int l, count = 0;
+    for (l = 0; l < n_layers; l++) count += tkvi_line_at(line, l) % line->whole >= r;
+    return count;
+}
+
+TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
+    tkv_evict_budget full;
+    tkvi_line line;
+    int64_t left, low = 0, high;
+    int l, last, more;
+    if (!b || !out || (int)b->shape < 0 || b->shape > TKV_EVICT_LINEAR) return TKV_ERR_ARG;
+    full = *b;
+    full.window = tkvi_evict_length(b->window, 8);
+    full.beta = b->beta ? b->beta : 20;
+    if (full.n_layers < 1 || full.n_layers > 4096 || full.window < 0 || full.beta < 1 || full.beta > 100)
+        return TKV_ERR_ARG;
+    if (full.n_tokens < 0 || full.n_tokens >= 1 << 30 || full.window >= 1 << 30 || full.total < 0)
+        return TKV_ERR_ARG;
+    if (full.total > full.n_layers * (int64_t)((1 << 30) - 1)) return TKV_ERR_ARG;
+    if (full.shape == TKV_EVICT_LINEAR && full.total < full.n_layers) return TKV_ERR_ARG;
+    line = tkvi_evict_lines[full.shape](&full);
+    left = full.total;
+    for (l = 0; l < full.n_layers; l++) {
+        const int64_t whole = line.base + tkvi_line_at(&line, l) / line.whole;
+        if (whole >= 1 << 30) return TKV_ERR_ARG; /* of the linear shape's first layers */
+        left -= whole;
+    }
+    for (l = 0; l < full.n_layers; l++) out[l] = (int)(line.base + tkvi_line_at(&line, l) / line.whole);
+    high = line.whole; /* the least remainder that at most `left` layers reach: by bisection */
+    while (low < high) {
+        const int64_t mid = low + (high - low) / 2;
+        if (tkvi_line_count(&line, full.n_layers, mid) <= left) high = mid;
+        else low = mid + 1;
+    }
+    more = (int)left - tkvi_line_count(&line, full.n_layers, low); /* of those just below, the first */
+    for (l = 0; l < full.n_layers; l++) {
+        const int64_t r = tkvi_line_at(&line, l) % line.whole;
+        if (r >= low || (r == low - 1 && more-- > 0)) out[l]++;
+    }
+    for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
+        while (last + 1 < l && out[last + 1] == out[0]) last++; /* the last of the largest gives one */
+        while (last > 0 && out[last] < out[0]) last--;
+        out[last]--;
+        out[l]++;
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_EVICT_H */
+/* ======== remat.h ======== */
+/*
+ * remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the decision to
+ * keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no model. May
+ * call evict.
+ *
+ *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
+ *     price            cheapest, least likely asked for  ->  dearest
+ *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
+ *
+ * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
+ * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with the
+ * layer alone, its age was the position, and it asked for single tokens.)
+ */
+#ifndef TKVI_REMAT_H
+#define TKVI_REMAT_H
+
+
+static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
+    *cfg = *from;
+    if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
+    if (cfg->n_heads < 1 || cfg->n_heads > 65536) return "n_heads must be from 1 to 65536";
+    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
+    if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
+        return "layer_params must be the weights of a layer, 1 to 1e15";
+    cfg->threshold = tkvi_or(cfg->threshold, .9f);
+    if (!tkvi_within(cfg->threshold, 1e-6f, 1.0f)) return "threshold must be above 0 and at most 1";
+    cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
+    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
+    if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
+        return "min_materialized and sink_tokens must be lengths, TKV_NONE or 0 for 512 and 4";
+    cfg->age_tokens = tkvi_or(cfg->age_tokens, 4096.0f);
+    if (!tkvi_within(cfg->age_tokens, 1.0f, 1e9f)) return "age_tokens must be from 1 to 1e9";
+    if (!tkvi_within((float)cfg->quantize_price, 0.0f, 1e30f))
+        return "quantize_price must be 0 to 1e30 FLOPs a byte";
+    if (tkvi_bits((float)cfg->quantize_price) == 0) cfg->quantize_price = 8.0;
+    if (!tkvi_within((float)cfg->step_flops, 0.0f, 1e30f)) return "step_flops must be 0 to 1e30";
+    return NULL;
+}
+
+TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason) {
+    tkv_remat_config full;
+    const char *wrong;
+    if (reason) *reason = "";
+    if (!r || !cfg) return TKV_ERR_ARG;
+    wrong = tkvi_remat_fill(cfg, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(r, 0, sizeof *r);
+    r->cfg = full;
+    return TKV_OK;
+}
+
+/* >>the price. A token at position p multiplies with all weights and looks at about p keys: 2 FLOPs a product, of q
+ * and k and again of p and v. */
+TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+    double attention;
+    if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
+    attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
+    return ((double)end - start) * (layers ? layers : r->cfg.n_layers) *
+           (2.0 * r->cfg.layer_params + attention);
+}
+
+/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
+ * looks at it. */
+static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
+    const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
+    return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+}
+
+static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks, int n) {
+    int i;
+    if (!r || n < 0 || (n > 0 && !blocks)) return 0;
+    for (i = 0; i < n; i++) {
+        const tkv_remat_block *b = blocks + i;
+        if (b->start < 0 || b->end <= b->start || (i > 0 && b->start != blocks[i - 1].end)) return 0;
+        if (b->layers < 0 || b->layers > r->cfg.n_layers || !tkvi_within(b->use, -FLT_MAX, 1.0f)) return 0;
+    }
+    return 1;
+}
+
+/* >>the decision */
+static size_t tkvi_remat_saved(const tkv_remat_block *b) {
+    return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
+}
+
+static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
+    return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+}
+
+typedef struct tkvi_remat_run {
+    size_t freed;
+    int64_t held; /* tokens not dropped */
+    int at;       /* the block that would go next */
+    int refused;  /* 1: for what one step may cost */
+} tkvi_remat_run;
+
+/* Drops blocks from run->at on until enough is free; cheap: only those that cost less a byte than coding does. */
+static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
+                            int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
+    for (; run->at < n && run->freed < need; run->at++) {
+        const tkv_remat_block *b = blocks + run->at;
+        if (b->dropped || b->start < r->cfg.sink_tokens) continue;
+        if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
+        if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
+        if (!tkvi_remat_fits_step(r, b)) {
+            run->refused = 1;
+            return;
+        }
+        run->freed += b->bytes - (action[run->at] == TKV_REMAT_QUANTIZE ? tkvi_remat_saved(b) : 0);
+        run->held -= b->end - b->start;
+        action[run->at] = TKV_REMAT_EVICT;
+    }
+}
+
+TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
+    tkvi_remat_run run;
+    size_t total = 0;
+    int i;
+    if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
+        return TKV_ERR_ARG;
+    if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;
+    memset(&run, 0, sizeof run);
+    for (i = 0; i < n; i++) {
+        if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
+        run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
+    }
+    for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
+    if (pressure >= r->cfg.threshold) {
+        tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
+        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+            const size_t saved = tkvi_remat_saved(blocks + i);
+            if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
+            run.freed += saved;
+        }
+        tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
+        for (i = n; i-- > 0;) { /* what dropping made superfluous, newest first */
+            const size_t saved = tkvi_remat_saved(blocks + i);
+            if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;
+            action[i] = TKV_REMAT_KEEP;
+            run.freed -= saved;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        if (blocks[i].dropped) continue;
+        r->info.kept += action[i] == TKV_REMAT_KEEP;
+        r->info.evicted += action[i] == TKV_REMAT_EVICT;
+        r->info.quantized += action[i] == TKV_REMAT_QUANTIZE;
+    }
+    r->info.over_budget += (uint64_t)run.refused;
+    r->info.freed += run.freed;
+    if (freed) *freed = run.freed;
+    return TKV_OK;
+}
+
+/* >>coming back */
+TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
+                                     int *count) {
+    int i, found = 0, at = 0;
+    if (!tkvi_remat_is_sound(r, blocks, n) || step < r->step || !first || !count) return TKV_ERR_ARG;
+    if (step > r->step) r->spent = 0.0;
+    r->step = step;
+    while (at < n && !blocks[at].dropped) at++;
+    for (i = at; i < n && blocks[i].dropped; i++, found++) {
+        const double flops = tkv_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+        if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
+        r->spent += flops;
+        r->info.flops += flops;
+    }
+    r->info.restored += (uint64_t)found;
+    for (; i < n; i++) r->info.waited += blocks[i].dropped != 0;
+    *first = at;
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_REMAT_H */
 /* ======== plan.h ======== */
 /*
  * plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
@@ -12034,6 +13042,19 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
                         "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
+    TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
+    {
+        tkv_evict_config evict;
+        tkv_importance_config importance;
+        if (!tkvi_evict_fill(&cfg->evict, &evict))
+            return tkvi_bad(reason, size, "evict", (int)cfg->evict.kind, "one of its fields is out of range");
+        if (!tkvi_importance_fill(&cfg->importance, &importance))
+            return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
+                            "one of its fields is out of range");
+    }
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
@@ -13164,1005 +14185,6 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
 }
 
 #endif /* TKVI_THRESHOLDS_H */
-/* ======== select.h ======== */
-/*
- * select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits of the
- * floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is the same
- * everywhere. Also bit masks over slots. May call base.
- */
-#ifndef TKVI_SELECT_H
-#define TKVI_SELECT_H
-
-
-/* >>masks: slot i is bit i % 64 of word i / 64 */
-static int tkvi_has(const uint64_t *mask, int i) { return (int)(mask[i >> 6] >> (i & 63) & 1u); }
-
-static void tkvi_mark(uint64_t *mask, int i) { mask[i >> 6] |= (uint64_t)1 << (i & 63); }
-
-static int tkvi_words(int n) { return (int)(((int64_t)n + 63) / 64); }
-
-/* >>ranks */
-typedef struct tkvi_ranks {
-    int n;
-    const float *score;          /* finite */
-    const signed char *priority; /* NULL, or it counts before the score */
-    const uint64_t *without;     /* NULL, or bits of slots that do not take part */
-    uint32_t turn;               /* all bits: the highest scores come first, the lowest index still does */
-} tkvi_ranks;
-
-/* Bits of a float in the order of floats, both zeros alike: the sign turned, and all else where it was set. */
-static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
-    const uint32_t bits = tkvi_bits(r->score[i]), u = bits == 0x80000000u ? 0u : bits;
-    const uint32_t order = u ^ ((0u - (u >> 31)) | 0x80000000u);
-    return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | (order ^ r->turn);
-}
-
-static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
-
-/* The k-th lowest rank, k from 1 to as many as take part. *equal: how many of that very rank are among the k. */
-static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
-    uint64_t found = 0, known = 0;
-    int i, shift;
-    for (shift = r->priority ? 32 : 24; shift >= 0; shift -= 8) {
-        int count[256], byte = 0;
-        memset(count, 0, sizeof count);
-        for (i = 0; i < r->n; i++) {
-            uint64_t rank;
-            if (!tkvi_takes_part(r, i)) continue;
-            rank = tkvi_rank(r, i);
-            if ((rank & known) == found) count[rank >> shift & 255u]++;
-        }
-        while (k > count[byte]) k -= count[byte++];
-        found |= (uint64_t)byte << shift;
-        known |= (uint64_t)255 << shift;
-    }
-    *equal = k;
-    return found;
-}
-
-#endif /* TKVI_SELECT_H */
-/* ======== importance.h ======== */
-/*
- * importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a dearer
- * tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call policy and
- * select.
- *
- *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
- *     A         .2       .2 * decay^4 + .1
- */
-#ifndef TKVI_IMPORTANCE_H
-#define TKVI_IMPORTANCE_H
-
-
-/* >>what a step's mass does to A, which has been decayed */
-static double tkvi_gather_sum(double a, double mass, double low) {
-    (void)low;
-    return a + mass;
-}
-
-static double tkvi_gather_most(double a, double mass, double low) {
-    (void)low;
-    return a > mass ? a : mass;
-}
-
-static double tkvi_gather_lows(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
-
-typedef struct tkvi_strategy {
-    const char *name;
-    double (*gather)(double a, double mass, double low);
-    float decay, attention, recency;
-} tkvi_strategy;
-
-static const tkvi_strategy tkvi_strategies[] = {
-    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
-    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
-    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
-};
-
-static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
-    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_STRATEGIES ? &tkvi_strategies[s] : NULL;
-}
-
-TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
-    const tkvi_strategy *s = tkvi_strategy_of(strategy);
-    return s ? s->name : NULL;
-}
-
-/* x, or `other` where x is 0; by bits, whatever the flags. */
-static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
-
-/* The config with its defaults, or NULL. */
-static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
-                                                 tkv_importance_config *cfg) {
-    const tkvi_strategy *s;
-    memset(cfg, 0, sizeof *cfg);
-    if (from) *cfg = *from;
-    s = tkvi_strategy_of(cfg->strategy);
-    if (!s) return NULL;
-    cfg->decay = tkvi_or(cfg->decay, s->decay);
-    cfg->attention = tkvi_or(cfg->attention, s->attention);
-    cfg->recency = tkvi_or(cfg->recency, s->recency);
-    cfg->tau = tkvi_or(cfg->tau, 64.0f);
-    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(cfg->attention, 0.0f, 1e6f) &&
-                   tkvi_within(cfg->recency, 0.0f, 1e6f) && tkvi_within(cfg->tau, 1.0f, 1073741824.0f) &&
-                   tkvi_within(cfg->low, 0.0f, 1e30f)
-               ? s
-               : NULL;
-}
-
-/* x^n by squaring: products alone, which round alike everywhere; nothing for the usual n of 1. 0 <= x <= 1. */
-static double tkvi_power(double x, int n) {
-    double y = 1.0;
-    for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
-        if (n & 1) y = tkvi_f64(y * x);
-        if (y < 1e-200) return 0.0; /* before numbers become subnormal, which some flags flush */
-        if (x < 1e-200 && n > 1) return 0.0;
-    }
-    return y;
-}
-
-TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
-                                      const float *mass, int n, int now) {
-    tkv_importance_config full;
-    const tkvi_strategy *s;
-    double low;
-    int i;
-    if (n < 0 || now < 0 || (n > 0 && (!tokens || !mass))) return TKV_ERR_ARG;
-    s = tkvi_importance_fill(cfg, &full);
-    if (!s) return TKV_ERR_CONFIG;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_within(mass[i], 0.0f, FLT_MAX)) return TKV_ERR_NONFINITE;
-        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
-        if (tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
-    }
-    low = (double)tkvi_or(full.low, n > 0 ? 1.0f / (float)n : 0.0f);
-    for (i = 0; i < n; i++) {
-        const double old = (double)tokens[i].attention;
-        const double a = tkvi_f64(old * tkvi_power((double)full.decay, now - tokens[i].step));
-        const double sum = s->gather(a, (double)mass[i], low);
-        tokens[i].attention = sum > (double)FLT_MAX ? FLT_MAX : (float)sum;
-        tokens[i].step = now;
-    }
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
-                                       const int *position, int n, int now, float *out) {
-    tkv_importance_config full;
-    double fade;
-    int i;
-    if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
-    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
-    for (i = 0; i < n; i++) {
-        const int at = position ? position[i] : i;
-        if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
-        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
-    }
-    fade = exp(-1.0 / (double)full.tau);
-    for (i = 0; i < n; i++) {
-        const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
-        const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
-        const double age = tkvi_power(fade, now - (position ? position[i] : i));
-        const double sum = a + (double)full.recency * age;
-        out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
-    }
-    return TKV_OK;
-}
-
-/* >>heads */
-TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
-                                            int n_heads, int n, float *out) {
-    int h, i;
-    if (n < 0 || n_heads < 1 || (n > 0 && (!weights || !out)) || (int)how < 0 || how > TKV_IMPORTANCE_SUM)
-        return TKV_ERR_ARG;
-    if (stride == 0) stride = n;
-    for (i = 0; i < n; i++) out[i] = weights[i];
-    for (h = 1; h < n_heads; h++) {
-        const float *w = weights + h * stride;
-        if (how == TKV_IMPORTANCE_MAX)
-            for (i = 0; i < n; i++) out[i] = w[i] > out[i] ? w[i] : out[i];
-        else
-            for (i = 0; i < n; i++) out[i] += w[i];
-    }
-    if (how == TKV_IMPORTANCE_MEAN)
-        for (i = 0; i < n; i++) out[i] /= (float)n_heads;
-    return TKV_OK;
-}
-
-/* Quest (arXiv 2406.10774): each channel's product is largest at one of its two ends. */
-TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
-    double sum = 0.0;
-    int c;
-    if (!q || !low || !high) return 0.0f;
-    for (c = 0; c < head_dim; c++) sum += (double)q[c] * (double)(q[c] < 0.0f ? low[c] : high[c]);
-    return (float)sum;
-}
-
-/* >>the best */
-/* Before: i is better than j, or as good and older. */
-static int tkvi_before(const tkvi_ranks *r, int i, int j) {
-    const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
-    return a < b || (a == b && i < j);
-}
-
-/* A heap with the worst at the top: out[at] sinks to its place. */
-static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
-    for (;;) {
-        int child = 2 * at + 1, keep;
-        if (child >= n) return;
-        if (child + 1 < n && tkvi_before(r, out[child], out[child + 1])) child++;
-        if (tkvi_before(r, out[child], out[at])) return;
-        keep = out[at];
-        out[at] = out[child];
-        out[child] = keep;
-        at = child;
-    }
-}
-
-TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
-                                      int *count) {
-    tkvi_ranks r;
-    uint64_t last = 0;
-    int i, equal = 0, found = 0, there = 0;
-    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
-        return TKV_ERR_ARG;
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.without = without;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_takes_part(&r, i)) continue;
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        there++;
-    }
-    k = tkvi_min(k, there);
-    *count = k;
-    if (k > 0) last = tkvi_select(&r, k, &equal);
-    for (i = 0; i < n && found < k; i++) {
-        uint64_t rank;
-        if (!tkvi_takes_part(&r, i)) continue;
-        rank = tkvi_rank(&r, i);
-        if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
-    }
-    for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
-    for (i = k; i-- > 1;) {
-        const int worst = out[0];
-        out[0] = out[i];
-        out[i] = worst;
-        tkvi_sink(&r, out, i, 0);
-    }
-    return TKV_OK;
-}
-
-/* >>promotion */
-TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
-                                          const uint64_t *source, int *moved, int n, int now, int *out,
-                                          int *count) {
-    float threshold;
-    tkvi_ranks r;
-    int per_step, cooldown, room, i, j, found = 0;
-    uint64_t none = 0, waiting = 0;
-    if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
-        (n > 0 && (!score || !moved || !out)))
-        return TKV_ERR_ARG;
-    threshold = tkvi_or(p->cfg.threshold, .05f);
-    per_step = p->cfg.per_step ? p->cfg.per_step : 8;
-    cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
-    if (!tkvi_is_finite(threshold) || per_step < 1 || per_step > TKV_IMPORTANCE_PER_STEP || cooldown < 0)
-        return TKV_ERR_CONFIG;
-    for (i = 0; i < n; i++) {
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-        if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
-    }
-    if (now > p->step) p->used = 0;
-    p->step = now;
-    room = tkvi_max(0, per_step - p->used);
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) { /* out is kept in order, the worst falls off its end */
-        if (score[i] < threshold) continue;
-        if (!source || !tkvi_has(source, i)) {
-            none = 1;
-            continue;
-        }
-        if (moved[i] != TKV_NONE && now - moved[i] < cooldown) {
-            waiting++;
-            continue;
-        }
-        if (found == room && (room == 0 || !tkvi_before(&r, i, out[found - 1]))) {
-            waiting++;
-            continue;
-        }
-        if (found == room) waiting++;
-        else found++;
-        for (j = found - 1; j > 0 && tkvi_before(&r, i, out[j - 1]); j--) out[j] = out[j - 1];
-        out[j] = i;
-    }
-    for (j = 0; j < found; j++) moved[out[j]] = now;
-    p->used += found;
-    p->promoted += (uint64_t)found;
-    p->no_source += none;
-    p->waiting += waiting;
-    *count = found;
-    return TKV_OK;
-}
-
-#endif /* TKVI_IMPORTANCE_H */
-/* ======== evict.h ======== */
-/*
- * evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what they
- * protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own, no
- * cache.
- *
- *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
- *     may go         x x x x x x          neither protected, pinned nor gone already
- *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
- *     victims    0 0 1 1 1 0 1 1 0 0
- *
- * Where the definitions come from stands at each score. All see a layer's heads as one: sums or means over heads, so
- * that a token goes from all of them (the papers select per head). May call select, importance.
- */
-#ifndef TKVI_EVICT_H
-#define TKVI_EVICT_H
-
-
-/* A token has its place here: in range, and not gone before. */
-static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
-
-static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
-
-/* >>scores: out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
-typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out);
-
-/* StreamingLLM (arXiv 2309.17453, section 3.2): first tokens, kept as sinks, and the newest. FIFO: without sinks. */
-static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
-}
-
-/* Scores that are there already. H2O (2306.14048, section 4): attention probabilities, summed over all queries since
- * the token came. TOVA (2401.06104): those of the newest query, mean over the heads of the layer. */
-static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
-    int i;
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
-}
-
-static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->mass, 1.0f, out);
-}
-
-static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->last, 1.0f, out);
-}
-
-/* Knorm (2406.11430): keys of a small L2 norm get much attention, so the longest go. */
-static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->norms, -1.0f, out);
-}
-
-static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->scores, 1.0f, out);
-}
-
-/* ScissorHands (2305.17118): tokens are counted, in a history window, each time they get less than an even share; when
- * the budget is full those with the highest counts go, many at once, but for the recent ones. */
-static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->lows, 1.0f, out);
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
-}
-
-/* SnapKV (2404.14469, section 4): attention that the last queries of the prompt, the observation window, give to what
- * is before it, averaged over neighbours (beyond the ends there are zeros, as the authors' code has it); the window
- * itself stays. PyramidKV (2406.02069, section 4) selects in the same way. */
-static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    const int before = tkvi_max(0, v->n - recent), half = cfg->pool / 2;
-    float most = 0.0f;
-    int i, j;
-    for (i = 0; i < before; i++) {
-        const int end = tkvi_min(before, i + half + 1);
-        double sum = 0.0;
-        for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
-        out[i] = (float)(sum / cfg->pool);
-        most = out[i] > most ? out[i] : most;
-    }
-    for (; i < v->n; i++)
-        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
-}
-
-static double tkvi_key_dot(const float *a, const double *b, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += (double)a[c] * b[c];
-    return sum;
-}
-
-static double tkvi_key_norm(const float *k, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += (double)k[c] * (double)k[c];
-    return sqrt(sum);
-}
-
-static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h, int head_dim) {
-    return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
-}
-
-/* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
- * between key and anchor, negated, and here its mean over the KV heads. */
-static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out) {
-    double anchor[TKV_MAX_HEAD_DIM];
-    const int dim = v->head_dim;
-    int h, i, c;
-    (void)cfg;
-    (void)recent;
-    for (i = 0; i < v->n; i++) out[i] = 0.0f;
-    for (h = 0; h < v->n_kv_heads; h++) {
-        double size = 0.0;
-        for (c = 0; c < dim; c++) anchor[c] = 0.0;
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) : 0.0;
-            for (c = 0; k && norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
-        }
-        for (c = 0; c < dim; c++) size += anchor[c] * anchor[c];
-        size = sqrt(size);
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) * size : 0.0;
-            if (!k) continue;
-            if (!tkvi_is_finite((float)norm)) out[i] = (float)norm;
-            if (norm > 0.0) out[i] -= (float)(tkvi_key_dot(k, anchor, dim) / norm / v->n_kv_heads);
-        }
-    }
-}
-
-/* A hash of seed and position (splitmix64): the same token has the same lot, whoever else is there. */
-static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)recent;
-    for (i = 0; i < v->n; i++) {
-        uint64_t z = cfg->seed + ((uint64_t)tkvi_position_of(v, i) + 1u) * 0x9e3779b97f4a7c15u;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        out[i] = (float)((z ^ (z >> 31)) >> 40) * 5.9604644775390625e-8f;
-    }
-}
-
-static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)recent;
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
-}
-
-/* >>the table, in the order of tkv_evict_kind */
-typedef struct tkvi_evict_row {
-    const char *name;
-    int needs;
-    int sinks, recent; /* what it protects if cfg does not say */
-    tkvi_evict_score score;
-} tkvi_evict_row;
-
-static const tkvi_evict_row tkvi_evict_rows[] = {
-    {"none", 0, 4, 32, tkvi_score_age},
-    {"sliding", 0, 4, 1, tkvi_score_age},
-    {"h2o", TKV_EVICT_NEEDS_MASS, 4, 32, tkvi_score_mass},
-    {"snapkv", TKV_EVICT_NEEDS_OBSERVED, 4, 32, tkvi_score_pooled},
-    {"pyramidkv", TKV_EVICT_NEEDS_OBSERVED, 4, 8, tkvi_score_pooled},
-    {"tova", TKV_EVICT_NEEDS_LAST, 4, 32, tkvi_score_last},
-    {"knorm", TKV_EVICT_NEEDS_NORMS, 4, 32, tkvi_score_norm},
-    {"keydiff", TKV_EVICT_NEEDS_KEYS, 4, 32, tkvi_score_differing},
-    {"scissorhands", TKV_EVICT_NEEDS_LOWS, 4, 32, tkvi_score_lows},
-    {"fifo", 0, 0, 0, tkvi_score_age},
-    {"random", 0, 0, 0, tkvi_score_lot},
-    {"scores", TKV_EVICT_NEEDS_SCORES, 4, 32, tkvi_score_given},
-    {"user", 0, 4, 32, tkvi_score_user},
-};
-
-static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
-    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? &tkvi_evict_rows[kind] : NULL;
-}
-
-TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
-    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
-    return row ? row->name : NULL;
-}
-
-TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
-    int i;
-    for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
-        if (strcmp(name, tkvi_evict_rows[i].name) == 0) {
-            *kind = (tkv_evict_kind)i;
-            return TKV_OK;
-        }
-    return TKV_ERR_ARG;
-}
-
-TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
-    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
-    return row ? row->needs : 0;
-}
-
-/* A length of the config's: its own, none, or the default. -2: it is no length. */
-static int tkvi_evict_length(int given, int otherwise) {
-    if (given == TKV_NONE) return 0;
-    return given == 0 ? otherwise : given < 0 ? -2 : given;
-}
-
-/* The config with its defaults, or NULL. */
-static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
-    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
-    if (!row) return NULL;
-    *cfg = *from;
-    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
-    cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
-    cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
-    cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
-    if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
-    if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
-    if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
-    return cfg->kind == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
-}
-
-static int tkvi_view_is_sound(const tkv_evict_view *v) {
-    int i, last = -1;
-    if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
-    for (i = 0; v->position && i < v->n; i++) {
-        if (!tkvi_is_alive(v, i)) continue;
-        if (v->position[i] <= last) return 0;
-        last = v->position[i];
-    }
-    return 1;
-}
-
-/* Dimensions that a product of sizes can have. */
-static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
-    size_t size;
-    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
-    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
-        !tkvi_mul(size, (size_t)head_dim, &size))
-        return 0;
-    return keys || n == 0;
-}
-
-static int tkvi_view_has(const tkv_evict_view *v, int needs) {
-    const void *what[6];
-    int i;
-    what[0] = v->mass;
-    what[1] = v->observed;
-    what[2] = v->last;
-    what[3] = v->norms;
-    what[4] = v->keys;
-    what[5] = v->lows;
-    for (i = 0; i < 6; i++)
-        if ((needs >> i & 1) && !what[i]) return 0;
-    if ((needs & TKV_EVICT_NEEDS_SCORES) && !v->scores) return 0;
-    return !(needs & TKV_EVICT_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
-}
-
-TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
-    tkv_evict_config full;
-    const tkvi_evict_row *row = tkvi_evict_fill(cfg, &full);
-    int i;
-    if (!row) return TKV_ERR_CONFIG;
-    if (!tkvi_view_is_sound(view) || (view->n > 0 && (!score || !tkvi_view_has(view, row->needs))))
-        return TKV_ERR_ARG;
-    row->score(&full, view, full.recent_tokens, score);
-    for (i = 0; i < view->n; i++) {
-        if (!tkvi_is_alive(view, i)) score[i] = 0.0f;
-        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-    }
-    return TKV_OK;
-}
-
-/* >>selection */
-/* Sinks and recent tokens within the budget: the newest first of all, then the sinks, then the other recent ones. */
-static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks, int keep,
-                               tkv_evict_result *r) {
-    int recent = cfg->recent_tokens;
-    r->sinks = tkvi_max(0, tkvi_min(sinks, keep - (recent > 0)));
-    if (asked == 0) recent = tkvi_min(recent, tkvi_max(1, (keep - r->sinks) / 2));
-    r->recent = tkvi_max(0, tkvi_min(recent, keep - r->sinks));
-}
-
-TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
-                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out) {
-    tkv_evict_config full;
-    tkv_evict_result r;
-    tkvi_ranks ranks;
-    uint64_t limit = 0, word = 0;
-    int i, n, alive = 0, sinks = 0, may_go = 0, go, equal = 0, older;
-    if (!tkvi_evict_fill(cfg, &full)) return TKV_ERR_CONFIG;
-    if (keep < 0 || !tkvi_view_is_sound(view) || (view->n > 0 && (!score || !victims))) return TKV_ERR_ARG;
-    n = view->n;
-    for (i = 0; i < n; i++)
-        if (tkvi_is_alive(view, i)) {
-            if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
-            alive++;
-            sinks += tkvi_position_of(view, i) < full.sink_tokens;
-        }
-    if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
-    memset(&r, 0, sizeof r);
-    tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
-    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* at first: what may not go */
-    for (i = 0, older = 0; i < n; i++) {
-        const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
-        if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
-        else may_go++;
-        older += there;
-    }
-    go = tkvi_max(0, tkvi_min(alive - keep, may_go));
-    memset(&ranks, 0, sizeof ranks);
-    ranks.n = n;
-    ranks.score = score;
-    ranks.priority = view->priority;
-    ranks.without = victims;
-    if (go > 0) limit = tkvi_select(&ranks, go, &equal);
-    for (i = 0; i < n; i++) { /* a word is written when all of it has been read */
-        if (go > 0 && tkvi_takes_part(&ranks, i)) {
-            const uint64_t rank = tkvi_rank(&ranks, i);
-            if (rank < limit || (rank == limit && equal-- > 0)) word |= (uint64_t)1 << (i & 63);
-        }
-        if ((i & 63) == 63 || i == n - 1) {
-            victims[i >> 6] = word;
-            word = 0;
-        }
-    }
-    r.evicted = go;
-    r.kept = alive - go;
-    r.over = tkvi_max(0, r.kept - keep);
-    if (out) *out = r;
-    return TKV_OK;
-}
-
-TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
-    tkv_evict_config full;
-    int64_t limit, due;
-    int batch;
-    if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
-    limit = (int64_t)((double)full.trigger * budget + .5);
-    due = (int64_t)n + incoming - limit;
-    if (due <= 0) return 0;
-    batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
-    due = due > batch ? due : batch;
-    return due < n ? (int)due : n;
-}
-
-/* >>what to do with the bits */
-TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
-    int i, found = 0;
-    if (n > 0 && (!mask || !out)) return 0;
-    for (i = 0; i < n; i++)
-        if (tkvi_has(mask, i)) out[found++] = i;
-    return found;
-}
-
-TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size) {
-    char *at = (char *)array;
-    int i, kept = 0;
-    if (n > 0 && (!victims || !array)) return 0;
-    for (i = 0; i < n; i++) {
-        if (tkvi_has(victims, i)) continue;
-        if (kept < i) memcpy(at + (size_t)kept * size, at + (size_t)i * size, size);
-        kept++;
-    }
-    return kept;
-}
-
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
-    int i, h;
-    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++) {
-        double sum = 0.0;
-        for (h = 0; h < n_kv_heads; h++)
-            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
-        out[i] = (float)(sum / n_kv_heads);
-    }
-    return TKV_OK;
-}
-
-/* >>budgets. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers. */
-typedef struct tkvi_line {
-    int64_t base, first, fall, whole;
-} tkvi_line;
-
-static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
-
-static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
-    tkvi_line line;
-    line.base = line.fall = 0;
-    line.first = b->total;
-    line.whole = b->n_layers;
-    return line;
-}
-
-static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
-    tkvi_line line;
-    line.base = 0;
-    line.first = b->total * b->n_layers;
-    line.fall = b->total;
-    line.whole = (int64_t)b->n_layers * (b->n_layers + 1) / 2;
-    return line;
-}
-
-/* PyramidKV (arXiv 2406.02069, section 4), as its authors' code has it but with fractions. With a = (C - w) * L tokens
- * to share and d = max - min in units of 1 / unit:  b_l = w + (max * (L - 1) - l * d) / (unit * (L - 1)). The authors
- * fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w. */
-static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
-    const int64_t layers = b->n_layers, spare = b->total - layers * b->window;
-    const int64_t rest = (int64_t)b->n_tokens - b->window;
-    tkvi_line line;
-    int64_t unit = layers * b->beta, least = spare, most = spare * (2 * (int64_t)b->beta - 1);
-    if (layers < 2 || spare < 0 || rest < 0) return tkvi_line_uniform(b);
-    if (most > rest * unit) {
-        unit = layers;
-        most = rest * unit;
-        least = 2 * spare - most;
-    }
-    if (most < least || least < b->window * unit) return tkvi_line_uniform(b);
-    line.base = b->window;
-    line.first = most * (layers - 1);
-    line.fall = most - least;
-    line.whole = unit * (layers - 1);
-    return line;
-}
-
-typedef tkvi_line (*tkvi_evict_line)(const tkv_evict_budget *b);
-static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
-
-/* Layers whose remainder is at least r. */
-static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
-    int l, count = 0;
-    for (l = 0; l < n_layers; l++) count += tkvi_line_at(line, l) % line->whole >= r;
-    return count;
-}
-
-TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
-    tkv_evict_budget full;
-    tkvi_line line;
-    int64_t left, low = 0, high;
-    int l, last, more;
-    if (!b || !out || (int)b->shape < 0 || b->shape > TKV_EVICT_LINEAR) return TKV_ERR_ARG;
-    full = *b;
-    full.window = tkvi_evict_length(b->window, 8);
-    full.beta = b->beta ? b->beta : 20;
-    if (full.n_layers < 1 || full.n_layers > 4096 || full.window < 0 || full.beta < 1 || full.beta > 100)
-        return TKV_ERR_ARG;
-    if (full.n_tokens < 0 || full.n_tokens >= 1 << 30 || full.window >= 1 << 30 || full.total < 0)
-        return TKV_ERR_ARG;
-    if (full.total > full.n_layers * (int64_t)((1 << 30) - 1)) return TKV_ERR_ARG;
-    if (full.shape == TKV_EVICT_LINEAR && full.total < full.n_layers) return TKV_ERR_ARG;
-    line = tkvi_evict_lines[full.shape](&full);
-    left = full.total;
-    for (l = 0; l < full.n_layers; l++) {
-        const int64_t whole = line.base + tkvi_line_at(&line, l) / line.whole;
-        if (whole >= 1 << 30) return TKV_ERR_ARG; /* of the linear shape's first layers */
-        left -= whole;
-    }
-    for (l = 0; l < full.n_layers; l++) out[l] = (int)(line.base + tkvi_line_at(&line, l) / line.whole);
-    high = line.whole; /* the least remainder that at most `left` layers reach: by bisection */
-    while (low < high) {
-        const int64_t mid = low + (high - low) / 2;
-        if (tkvi_line_count(&line, full.n_layers, mid) <= left) high = mid;
-        else low = mid + 1;
-    }
-    more = (int)left - tkvi_line_count(&line, full.n_layers, low); /* of those just below, the first */
-    for (l = 0; l < full.n_layers; l++) {
-        const int64_t r = tkvi_line_at(&line, l) % line.whole;
-        if (r >= low || (r == low - 1 && more-- > 0)) out[l]++;
-    }
-    for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
-        while (last + 1 < l && out[last + 1] == out[0]) last++; /* the last of the largest gives one */
-        while (last > 0 && out[last] < out[0]) last--;
-        out[last]--;
-        out[l]++;
-    }
-    return TKV_OK;
-}
-
-#endif /* TKVI_EVICT_H */
-/* ======== remat.h ======== */
-/*
- * remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the decision to
- * keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no model. May
- * call evict.
- *
- *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
- *     price            cheapest, least likely asked for  ->  dearest
- *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
- *
- * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
- * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with the
- * layer alone, its age was the position, and it asked for single tokens.)
- */
-#ifndef TKVI_REMAT_H
-#define TKVI_REMAT_H
-
-
-static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
-    *cfg = *from;
-    if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
-    if (cfg->n_heads < 1 || cfg->n_heads > 65536) return "n_heads must be from 1 to 65536";
-    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
-    if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
-        return "layer_params must be the weights of a layer, 1 to 1e15";
-    cfg->threshold = tkvi_or(cfg->threshold, .9f);
-    if (!tkvi_within(cfg->threshold, 1e-6f, 1.0f)) return "threshold must be above 0 and at most 1";
-    cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
-    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
-    if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
-        return "min_materialized and sink_tokens must be lengths, TKV_NONE or 0 for 512 and 4";
-    cfg->age_tokens = tkvi_or(cfg->age_tokens, 4096.0f);
-    if (!tkvi_within(cfg->age_tokens, 1.0f, 1e9f)) return "age_tokens must be from 1 to 1e9";
-    if (!tkvi_within((float)cfg->quantize_price, 0.0f, 1e30f))
-        return "quantize_price must be 0 to 1e30 FLOPs a byte";
-    if (tkvi_bits((float)cfg->quantize_price) == 0) cfg->quantize_price = 8.0;
-    if (!tkvi_within((float)cfg->step_flops, 0.0f, 1e30f)) return "step_flops must be 0 to 1e30";
-    return NULL;
-}
-
-TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason) {
-    tkv_remat_config full;
-    const char *wrong;
-    if (reason) *reason = "";
-    if (!r || !cfg) return TKV_ERR_ARG;
-    wrong = tkvi_remat_fill(cfg, &full);
-    if (wrong) {
-        if (reason) *reason = wrong;
-        return TKV_ERR_CONFIG;
-    }
-    memset(r, 0, sizeof *r);
-    r->cfg = full;
-    return TKV_OK;
-}
-
-/* >>the price. A token at position p multiplies with all weights and looks at about p keys: 2 FLOPs a product, of q
- * and k and again of p and v. */
-TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
-    double attention;
-    if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
-    attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
-    return ((double)end - start) * (layers ? layers : r->cfg.n_layers) *
-           (2.0 * r->cfg.layer_params + attention);
-}
-
-/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
- * looks at it. */
-static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
-    const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
-}
-
-static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks, int n) {
-    int i;
-    if (!r || n < 0 || (n > 0 && !blocks)) return 0;
-    for (i = 0; i < n; i++) {
-        const tkv_remat_block *b = blocks + i;
-        if (b->start < 0 || b->end <= b->start || (i > 0 && b->start != blocks[i - 1].end)) return 0;
-        if (b->layers < 0 || b->layers > r->cfg.n_layers || !tkvi_within(b->use, -FLT_MAX, 1.0f)) return 0;
-    }
-    return 1;
-}
-
-/* >>the decision */
-static size_t tkvi_remat_saved(const tkv_remat_block *b) {
-    return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
-}
-
-static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
-    return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
-}
-
-typedef struct tkvi_remat_run {
-    size_t freed;
-    int64_t held; /* tokens not dropped */
-    int at;       /* the block that would go next */
-    int refused;  /* 1: for what one step may cost */
-} tkvi_remat_run;
-
-/* Drops blocks from run->at on until enough is free; cheap: only those that cost less a byte than coding does. */
-static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
-                            int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
-    for (; run->at < n && run->freed < need; run->at++) {
-        const tkv_remat_block *b = blocks + run->at;
-        if (b->dropped || b->start < r->cfg.sink_tokens) continue;
-        if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
-        if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
-        if (!tkvi_remat_fits_step(r, b)) {
-            run->refused = 1;
-            return;
-        }
-        run->freed += b->bytes - (action[run->at] == TKV_REMAT_QUANTIZE ? tkvi_remat_saved(b) : 0);
-        run->held -= b->end - b->start;
-        action[run->at] = TKV_REMAT_EVICT;
-    }
-}
-
-TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
-                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
-    tkvi_remat_run run;
-    size_t total = 0;
-    int i;
-    if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
-        return TKV_ERR_ARG;
-    if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;
-    memset(&run, 0, sizeof run);
-    for (i = 0; i < n; i++) {
-        if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
-        run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
-    }
-    for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
-    if (pressure >= r->cfg.threshold) {
-        tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
-        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
-            const size_t saved = tkvi_remat_saved(blocks + i);
-            if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
-            run.freed += saved;
-        }
-        tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
-        for (i = n; i-- > 0;) { /* what dropping made superfluous, newest first */
-            const size_t saved = tkvi_remat_saved(blocks + i);
-            if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;
-            action[i] = TKV_REMAT_KEEP;
-            run.freed -= saved;
-        }
-    }
-    for (i = 0; i < n; i++) {
-        if (blocks[i].dropped) continue;
-        r->info.kept += action[i] == TKV_REMAT_KEEP;
-        r->info.evicted += action[i] == TKV_REMAT_EVICT;
-        r->info.quantized += action[i] == TKV_REMAT_QUANTIZE;
-    }
-    r->info.over_budget += (uint64_t)run.refused;
-    r->info.freed += run.freed;
-    if (freed) *freed = run.freed;
-    return TKV_OK;
-}
-
-/* >>coming back */
-TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
-                                     int *count) {
-    int i, found = 0, at = 0;
-    if (!tkvi_remat_is_sound(r, blocks, n) || step < r->step || !first || !count) return TKV_ERR_ARG;
-    if (step > r->step) r->spent = 0.0;
-    r->step = step;
-    while (at < n && !blocks[at].dropped) at++;
-    for (i = at; i < n && blocks[i].dropped; i++, found++) {
-        const double flops = tkv_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
-        if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
-        r->spent += flops;
-        r->info.flops += flops;
-    }
-    r->info.restored += (uint64_t)found;
-    for (; i < n; i++) r->info.waited += blocks[i].dropped != 0;
-    *first = at;
-    *count = found;
-    return TKV_OK;
-}
-
-#endif /* TKVI_REMAT_H */
 /* ======== pool.h ======== */
 /*
  * pool.h - where blocks live: pages cut into slots, and the block table on top.
@@ -14195,8 +14217,17 @@ typedef struct tkvi_block {
     uint32_t refs; /* lists that hold it; 0: this entry is free */
     uint32_t page; /* or the next free entry */
     uint16_t slot, coding;
-    int start; /* position of its first token */
+    int start;     /* it covers positions from here to the next block's start */
+    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
+    int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
 } tkvi_block;
+
+/* What is kept of a block's tokens where some may be dropped. */
+typedef struct tkvi_notes {
+    uint16_t where[64]; /* positions, of a packed block */
+    uint32_t mass[64];  /* attention that they got (mass.h) */
+    int step;           /* when that was last added to */
+} tkvi_notes;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
@@ -14209,6 +14240,7 @@ typedef struct tkvi_pool {
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
+    tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -14253,29 +14285,35 @@ static uint32_t tkvi_cap_for(int64_t want) {
     return cap;
 }
 
-static int tkvi_grow_array(tkvi_heap *heap, void **array, uint32_t *cap, uint32_t want, size_t item) {
-    size_t bytes;
-    uint32_t new_cap = tkvi_cap_for(want);
-    void *bigger;
-    if (want <= *cap) return 1;
-    if (!tkvi_mul(new_cap, item, &bytes)) return 0;
-    bigger = tkvi_get(heap, bytes);
-    if (!bigger) return 0;
-    memset(bigger, 0, bytes);
-    if (*array) memcpy(bigger, *array, (size_t)*cap * item);
-    tkvi_put(heap, *array, (size_t)*cap * item);
-    *array = bigger;
-    *cap = new_cap;
-    return 1;
+static int tkvi_takes_notes(const tkv_config *cfg) {
+    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0;
+}
+
+/* Bytes of an entry of the block table, its notes included. */
+static size_t tkvi_block_entry(const tkv_config *cfg) {
+    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    uint32_t had = pool->block_cap, i;
-    void *array = pool->block;
+    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
+    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+    uint32_t i;
+    size_t bytes;
+    uint8_t *bigger;
     if (want <= had) return 1;
-    if (!tkvi_grow_array(pool->heap, &array, &pool->block_cap, want, sizeof(tkvi_block))) return 0;
-    pool->block = (tkvi_block *)array;
-    for (i = pool->block_cap; i-- > had;) {
+    if (!tkvi_mul(cap, entry, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
+    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
+    tkvi_put(pool->heap, pool->block, had * entry);
+    pool->block = (tkvi_block *)(void *)bigger;
+    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
+                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
+                      : NULL;
+    pool->block_cap = cap;
+    for (i = cap; i-- > had;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
@@ -14283,9 +14321,18 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
 }
 
 static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    void *array = pool->page;
-    if (!tkvi_grow_array(pool->heap, &array, &pool->page_cap, want, sizeof(tkvi_page))) return 0;
-    pool->page = (tkvi_page *)array;
+    const uint32_t cap = tkvi_cap_for(want);
+    tkvi_page *bigger;
+    size_t bytes;
+    if (want <= pool->page_cap) return 1;
+    if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
+    bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (pool->page) memcpy(bigger, pool->page, pool->page_cap * sizeof *bigger);
+    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *bigger);
+    pool->page = bigger;
+    pool->page_cap = cap;
     return 1;
 }
 
@@ -14441,6 +14488,9 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     b->start = start;
+    b->gone = 0;
+    b->packed = 0;
+    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
     return id;
 }
@@ -14820,6 +14870,23 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
+/* Tokens in block i, those that were dropped since included. */
+static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+}
+
+/* Bits of those that are there. */
+static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+}
+
+/* Position of one of them. */
+static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+    const tkvi_block *b = &kv->pool.block[id];
+    return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+}
+
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
 static int tkvi_drop_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
@@ -14851,7 +14918,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             b = &kv->pool.block[ids[i]];
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
-                  tkvi_block_end(kv, list, ids, i) - b->start);
+                  tkvi_block_tokens(kv, list, ids, i));
             found++;
         }
     }
@@ -15112,7 +15179,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (!kv) return;
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * sizeof(tkvi_block));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
@@ -15188,7 +15255,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
         uint64_t fit = 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * sizeof(tkvi_block)) +
+        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
             tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
         if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
             m->bytes = budget;
@@ -15238,7 +15305,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * sizeof(tkvi_block)) + TKVI_ALIGN, m->bytes, &m->bytes))
+        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
@@ -16056,7 +16123,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
+    r.tokens = tkvi_block_tokens(kv, list, ids, i);
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
@@ -16191,7 +16258,7 @@ static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
 }
 
 static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block));
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, tkvi_block_entry(&kv->tables.cfg));
 }
 
 /* What an operation asks for, from its paper; what it gives back does not count. */
@@ -18084,10 +18151,10 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         rec = tkvi_record_of(u, i, &bytes);
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
-            tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
-            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + space * stride);
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p,
+                                              u->rows, tkvi_block_tokens(kv, u->list, u->ids, i),
+                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              sums->o + space * stride);
     }
 }
 
@@ -18834,12 +18901,14 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
             const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + rec->at;
-            int n = tkvi_block_end(kv, list, ids, i) - b->start;
+            const int n = tkvi_block_tokens(kv, list, ids, i);
+            const uint64_t there = tkvi_there(b, n);
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
-                j = b->start + t;
+                if (!(there >> t & 1)) continue;
+                j = tkvi_at(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, bytes, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
@@ -18918,7 +18987,7 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        out->tokens[tier] += tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i);
+        out->tokens[tier] += tkvi_block_tokens(kv, list, ids, i);
         out->blocks[tier]++;
     }
     out->dropped = list->dropped;
@@ -19041,7 +19110,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+                           (size_t)tkvi_block_tokens(kv, list, ids, i));
     }
 }
 
@@ -19184,7 +19253,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
-        m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
     }
@@ -19192,8 +19261,8 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     m.peak = m.total;
     if (h->cfg.budget_bytes &&
         all) /* a table that grows is there twice for a moment: what it had before, too */
-        m.peak +=
-            tkvi_cap_for(all) / 5 * 4 * sizeof(tkvi_block) + tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
+        m.peak += tkvi_cap_for(all) / 5 * 4 * tkvi_block_entry(&h->cfg) +
+                  tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -19481,7 +19550,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
+           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
@@ -20221,6 +20290,27 @@ static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
                                            {"wasm", TKV_ISA_WASM},
                                            {NULL, 0}};
 
+static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
+                                             {"sliding", TKV_EVICT_SLIDING},
+                                             {"h2o", TKV_EVICT_H2O},
+                                             {"snapkv", TKV_EVICT_SNAPKV},
+                                             {"pyramidkv", TKV_EVICT_PYRAMIDKV},
+                                             {"tova", TKV_EVICT_TOVA},
+                                             {"knorm", TKV_EVICT_KNORM},
+                                             {"keydiff", TKV_EVICT_KEYDIFF},
+                                             {"scissorhands", TKV_EVICT_SCISSORHANDS},
+                                             {"fifo", TKV_EVICT_FIFO},
+                                             {"random", TKV_EVICT_RANDOM},
+                                             {"scores", TKV_EVICT_SCORES},
+                                             {"user", TKV_EVICT_USER},
+                                             {NULL, 0}};
+static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
+                                                  {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
+                                                  {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
+                                                  {"recency", TKV_IMPORTANCE_RECENCY},
+                                                  {"persistence", TKV_IMPORTANCE_PERSISTENCE},
+                                                  {NULL, 0}};
+
 #define TKVI_ROW(type, field, kind, words)                                                                   \
     { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
 
@@ -20258,6 +20348,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -20296,18 +20388,48 @@ static const tkvi_row tkvi_policy_rows[] = {
     TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
 };
 
+static const tkvi_row tkvi_evict_fields[] = {
+    TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
+    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, seed, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, trigger, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_evict_config, batch, TKVI_INT, NULL),
+};
+
+static const tkvi_row tkvi_importance_fields[] = {
+    TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
+    TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+};
+
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
 /* tkvi_parser has a bit for each field. */
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
-enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_POLICY, TKVI_OF_LADDER, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
+enum {
+    TKVI_OF_CONFIG,
+    TKVI_OF_ROPE,
+    TKVI_OF_POLICY,
+    TKVI_OF_EVICT,
+    TKVI_OF_IMPORTANCE,
+    TKVI_OF_LADDER,
+    TKVI_OF_LAYERS,
+    TKVI_CONFIG_FIELDS
+};
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
+    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
+    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
     {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };

@@ -88,7 +88,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.tokens = tkvi_block_end(kv, list, ids, i) - b->start;
+    r.tokens = tkvi_block_tokens(kv, list, ids, i);
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];

@@ -323,6 +323,57 @@ typedef struct tkv_policy_config {
     int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
+/* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
+typedef enum tkv_importance_strategy {
+    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
+    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
+    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
+    TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
+    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
+    TKV_IMPORTANCE_STRATEGIES
+} tkv_importance_strategy;
+typedef struct tkv_importance_config { /* zero means the strategy's own */
+    tkv_importance_strategy strategy;
+    float decay;     /* per step, above 0 and at most 1 */
+    float attention; /* weight of A, 0 to 1e6 */
+    float recency;   /* weight of the age, 0 to 1e6 */
+    float tau;       /* steps, 1 to 2^30; 0: 64 */
+    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+} tkv_importance_config;
+typedef enum tkv_evict_kind {
+    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
+    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
+    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
+    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
+    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
+    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
+    TKV_EVICT_USER,         /* "user": by cfg.scorer */
+    TKV_EVICT_KINDS
+} tkv_evict_kind;
+struct tkv_evict_view;
+typedef struct tkv_evict_config { /* zero means default */
+    tkv_evict_kind kind;
+    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
+     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
+     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
+     * then sinks, then the other recent ones. */
+    int sink_tokens, recent_tokens;
+    int pool; /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
+    int seed; /* of "random" */
+    /* "user": the score of slot i, high ones stay */
+    float (*scorer)(void *user, const struct tkv_evict_view *view, int i);
+    void *user;
+    /* when, see tkv_evict_due */
+    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
+    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
+} tkv_evict_config;
+
 /* >>events, for logs and counters. Called from the call that causes them, which is not over then: it must not call the
  * cache but for reports. */
 typedef enum tkv_event_kind {
@@ -375,6 +426,11 @@ typedef struct tkv_config {
     tkv_policy_config policy;
     tkv_on_event on_event; /* NULL: nobody wants to know */
     void *event_user;
+    /* what to keep, see tkv_evict and tkv_importance_of */
+    tkv_evict_config evict; /* kind 0: no token is ever dropped */
+    int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
+    tkv_importance_config importance;
+    int importance_every; /* one query in so many tells what it looked at; 0: as the policy needs it */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -900,22 +956,6 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
  * the larger of both). So a token that nobody touches costs nothing, and the order of calls within a step is
  * no matter. The recency is that of the moment, not summed up over steps: it counts the same however often
  * tokens are touched. */
-typedef enum tkv_importance_strategy {
-    TKV_IMPORTANCE_HYBRID = 0,   /* "hybrid": sums; decay .95, attention .7, recency .3 (akv-cache) */
-    TKV_IMPORTANCE_ACCUMULATION, /* "accumulation": sums, nothing decays: as H2O counts */
-    TKV_IMPORTANCE_HEAVY_HITTER, /* "heavy_hitter": the largest mass of any step */
-    TKV_IMPORTANCE_RECENCY,      /* "recency": age alone */
-    TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
-    TKV_IMPORTANCE_STRATEGIES
-} tkv_importance_strategy;
-typedef struct tkv_importance_config { /* zero means the strategy's own */
-    tkv_importance_strategy strategy;
-    float decay;     /* per step, above 0 and at most 1 */
-    float attention; /* weight of A, 0 to 1e6 */
-    float recency;   /* weight of the age, 0 to 1e6 */
-    float tau;       /* steps, 1 to 2^30; 0: 64 */
-    float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
-} tkv_importance_config;
 typedef struct tkv_importance { /* of one token; zeroed: it never got any attention */
     float attention;            /* A as of `step` */
     int step;
@@ -972,22 +1012,6 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 /* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
  * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
  * evict.h. */
-typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
-    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
-    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
-    TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
-    TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
-    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
-    TKV_EVICT_SCORES,       /* "scores": the caller's, such as tkv_importance_read's or KVzip's */
-    TKV_EVICT_USER,         /* "user": by cfg.scorer */
-    TKV_EVICT_KINDS
-} tkv_evict_kind;
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
 
@@ -1021,22 +1045,6 @@ typedef struct tkv_evict_view {
     const float *scores; /* of the caller's; high ones stay */
 } tkv_evict_view;
 
-typedef struct tkv_evict_config { /* zero means default */
-    tkv_evict_kind kind;
-    /* Protected: tokens at positions below sink_tokens, and the newest recent_tokens. TKV_NONE: none; 0: the policy's,
-     * which is 4 and 32, but "fifo" and "random" 0 and 0, "sliding" 4 and 1, "pyramidkv" 4 and 8 (and recent ones at
-     * most half of what the sinks leave of `keep`: H2O's own share). In a small budget the newest token comes first,
-     * then sinks, then the other recent ones. */
-    int sink_tokens, recent_tokens;
-    int pool;      /* "snapkv", "pyramidkv": tokens averaged, odd, at most 63; 0: 5 (SnapKV has 5 or 7) */
-    uint64_t seed; /* of "random" */
-    /* "user": the score of slot i, high ones stay */
-    float (*scorer)(void *user, const tkv_evict_view *view, int i);
-    void *user;
-    /* when, see tkv_evict_due */
-    float trigger; /* share of the budget that may fill up, above 0 and at most 1; 0: 1 (akv-cache: .9) */
-    int batch;     /* how many go at once; 0: 64, an eighth of the budget at most */
-} tkv_evict_config;
 /* Scores of all slots (of those that are not alive, 0): high ones stay. TKV_ERR_CONFIG: cfg; TKV_ERR_ARG: the policy
  * needs what view has not, n or positions are wrong. TKV_ERR_NONFINITE: a token's score is no finite number; `score`
  * is not of use then. O(n), "keydiff" and tkv_evict_key_norms O(n * n_kv_heads * head_dim). */

@@ -374,10 +374,10 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         rec = tkvi_record_of(u, i, &bytes);
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p, u->rows,
-            tkvi_block_end(kv, u->list, u->ids, i) - tkvi_block_start(kv, u->ids, i),
-            tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o + space * stride);
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p,
+                                              u->rows, tkvi_block_tokens(kv, u->list, u->ids, i),
+                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              sums->o + space * stride);
     }
 }
 

@@ -56,7 +56,7 @@ static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
 }
 
 static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, sizeof(tkvi_block));
+    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, tkvi_block_entry(&kv->tables.cfg));
 }
 
 /* What an operation asks for, from its paper; what it gives back does not count. */

@@ -132,6 +132,23 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
+/* Tokens in block i, those that were dropped since included. */
+static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+}
+
+/* Bits of those that are there. */
+static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+}
+
+/* Position of one of them. */
+static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+    const tkvi_block *b = &kv->pool.block[id];
+    return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+}
+
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
 static int tkvi_drop_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
@@ -163,7 +180,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             b = &kv->pool.block[ids[i]];
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
-                  tkvi_block_end(kv, list, ids, i) - b->start);
+                  tkvi_block_tokens(kv, list, ids, i));
             found++;
         }
     }
@@ -424,7 +441,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (!kv) return;
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * sizeof(tkvi_block));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
@@ -500,7 +517,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
         uint64_t fit = 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * sizeof(tkvi_block)) +
+        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
             tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
         if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
             m->bytes = budget;
@@ -550,7 +567,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * sizeof(tkvi_block)) + TKVI_ALIGN, m->bytes, &m->bytes))
+        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }

@@ -7,7 +7,7 @@
 #define TKVI_PLAN_H
 
 #include "dispatch.h"
-#include "policy.h"
+#include "evict.h"
 
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
@@ -668,6 +668,19 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
                         "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
+    TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
+    {
+        tkv_evict_config evict;
+        tkv_importance_config importance;
+        if (!tkvi_evict_fill(&cfg->evict, &evict))
+            return tkvi_bad(reason, size, "evict", (int)cfg->evict.kind, "one of its fields is out of range");
+        if (!tkvi_importance_fill(&cfg->importance, &importance))
+            return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
+                            "one of its fields is out of range");
+    }
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_

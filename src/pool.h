@@ -30,8 +30,17 @@ typedef struct tkvi_block {
     uint32_t refs; /* lists that hold it; 0: this entry is free */
     uint32_t page; /* or the next free entry */
     uint16_t slot, coding;
-    int start; /* position of its first token */
+    int start;     /* it covers positions from here to the next block's start */
+    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
+    int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
 } tkvi_block;
+
+/* What is kept of a block's tokens where some may be dropped. */
+typedef struct tkvi_notes {
+    uint16_t where[64]; /* positions, of a packed block */
+    uint32_t mass[64];  /* attention that they got (mass.h) */
+    int step;           /* when that was last added to */
+} tkvi_notes;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
@@ -44,6 +53,7 @@ typedef struct tkvi_pool {
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
+    tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -88,29 +98,35 @@ static uint32_t tkvi_cap_for(int64_t want) {
     return cap;
 }
 
-static int tkvi_grow_array(tkvi_heap *heap, void **array, uint32_t *cap, uint32_t want, size_t item) {
-    size_t bytes;
-    uint32_t new_cap = tkvi_cap_for(want);
-    void *bigger;
-    if (want <= *cap) return 1;
-    if (!tkvi_mul(new_cap, item, &bytes)) return 0;
-    bigger = tkvi_get(heap, bytes);
-    if (!bigger) return 0;
-    memset(bigger, 0, bytes);
-    if (*array) memcpy(bigger, *array, (size_t)*cap * item);
-    tkvi_put(heap, *array, (size_t)*cap * item);
-    *array = bigger;
-    *cap = new_cap;
-    return 1;
+static int tkvi_takes_notes(const tkv_config *cfg) {
+    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0;
+}
+
+/* Bytes of an entry of the block table, its notes included. */
+static size_t tkvi_block_entry(const tkv_config *cfg) {
+    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    uint32_t had = pool->block_cap, i;
-    void *array = pool->block;
+    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
+    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+    uint32_t i;
+    size_t bytes;
+    uint8_t *bigger;
     if (want <= had) return 1;
-    if (!tkvi_grow_array(pool->heap, &array, &pool->block_cap, want, sizeof(tkvi_block))) return 0;
-    pool->block = (tkvi_block *)array;
-    for (i = pool->block_cap; i-- > had;) {
+    if (!tkvi_mul(cap, entry, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
+    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
+    tkvi_put(pool->heap, pool->block, had * entry);
+    pool->block = (tkvi_block *)(void *)bigger;
+    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
+                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
+                      : NULL;
+    pool->block_cap = cap;
+    for (i = cap; i-- > had;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
@@ -118,9 +134,18 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
 }
 
 static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    void *array = pool->page;
-    if (!tkvi_grow_array(pool->heap, &array, &pool->page_cap, want, sizeof(tkvi_page))) return 0;
-    pool->page = (tkvi_page *)array;
+    const uint32_t cap = tkvi_cap_for(want);
+    tkvi_page *bigger;
+    size_t bytes;
+    if (want <= pool->page_cap) return 1;
+    if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
+    bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (pool->page) memcpy(bigger, pool->page, pool->page_cap * sizeof *bigger);
+    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *bigger);
+    pool->page = bigger;
+    pool->page_cap = cap;
     return 1;
 }
 
@@ -276,6 +301,9 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     b->start = start;
+    b->gone = 0;
+    b->packed = 0;
+    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
     return id;
 }

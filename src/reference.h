@@ -56,12 +56,14 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
             const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + rec->at;
-            int n = tkvi_block_end(kv, list, ids, i) - b->start;
+            const int n = tkvi_block_tokens(kv, list, ids, i);
+            const uint64_t there = tkvi_there(b, n);
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
-                j = b->start + t;
+                if (!(there >> t & 1)) continue;
+                j = tkvi_at(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, bytes, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;

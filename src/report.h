@@ -34,7 +34,7 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        out->tokens[tier] += tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i);
+        out->tokens[tier] += tkvi_block_tokens(kv, list, ids, i);
         out->blocks[tier]++;
     }
     out->dropped = list->dropped;
@@ -157,7 +157,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)(tkvi_block_end(kv, list, ids, i) - b->start));
+                           (size_t)tkvi_block_tokens(kv, list, ids, i));
     }
 }
 
@@ -300,7 +300,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
-        m.index += tkvi_cap_for(all) * sizeof(tkvi_block) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
         m.index +=
             (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
     }
@@ -308,8 +308,8 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     m.peak = m.total;
     if (h->cfg.budget_bytes &&
         all) /* a table that grows is there twice for a moment: what it had before, too */
-        m.peak +=
-            tkvi_cap_for(all) / 5 * 4 * sizeof(tkvi_block) + tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
+        m.peak += tkvi_cap_for(all) / 5 * 4 * tkvi_block_entry(&h->cfg) +
+                  tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -597,7 +597,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * sizeof(tkvi_block);
+           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);

@@ -540,6 +540,27 @@ static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
                                            {"wasm", TKV_ISA_WASM},
                                            {NULL, 0}};
 
+static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
+                                             {"sliding", TKV_EVICT_SLIDING},
+                                             {"h2o", TKV_EVICT_H2O},
+                                             {"snapkv", TKV_EVICT_SNAPKV},
+                                             {"pyramidkv", TKV_EVICT_PYRAMIDKV},
+                                             {"tova", TKV_EVICT_TOVA},
+                                             {"knorm", TKV_EVICT_KNORM},
+                                             {"keydiff", TKV_EVICT_KEYDIFF},
+                                             {"scissorhands", TKV_EVICT_SCISSORHANDS},
+                                             {"fifo", TKV_EVICT_FIFO},
+                                             {"random", TKV_EVICT_RANDOM},
+                                             {"scores", TKV_EVICT_SCORES},
+                                             {"user", TKV_EVICT_USER},
+                                             {NULL, 0}};
+static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
+                                                  {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
+                                                  {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
+                                                  {"recency", TKV_IMPORTANCE_RECENCY},
+                                                  {"persistence", TKV_IMPORTANCE_PERSISTENCE},
+                                                  {NULL, 0}};
+
 #define TKVI_ROW(type, field, kind, words)                                                                   \
     { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
 
@@ -577,6 +598,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -615,18 +638,48 @@ static const tkvi_row tkvi_policy_rows[] = {
     TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
 };
 
+static const tkvi_row tkvi_evict_fields[] = {
+    TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
+    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, seed, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, trigger, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_evict_config, batch, TKVI_INT, NULL),
+};
+
+static const tkvi_row tkvi_importance_fields[] = {
+    TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
+    TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+};
+
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
 /* tkvi_parser has a bit for each field. */
 enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
 typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
 
-enum { TKVI_OF_CONFIG, TKVI_OF_ROPE, TKVI_OF_POLICY, TKVI_OF_LADDER, TKVI_OF_LAYERS, TKVI_CONFIG_FIELDS };
+enum {
+    TKVI_OF_CONFIG,
+    TKVI_OF_ROPE,
+    TKVI_OF_POLICY,
+    TKVI_OF_EVICT,
+    TKVI_OF_IMPORTANCE,
+    TKVI_OF_LADDER,
+    TKVI_OF_LAYERS,
+    TKVI_CONFIG_FIELDS
+};
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
+    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
+    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
     {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };

@@ -554,6 +554,8 @@ TEST(every_field_has_a_row) {
     COVER(layers);
     COVER(ladder);
     COVER(policy);
+    COVER(evict);
+    COVER(importance);
     COVER(on_event);
     COVER(event_user);
     COVER(allocator);
@@ -568,6 +570,13 @@ TEST(every_field_has_a_row) {
     memset(covered, 0, sizeof covered);
     check_covered("tkv_policy_config", covered, sizeof(tkv_policy_config), tkvi_policy_rows,
                   COUNT(tkvi_policy_rows));
+    memset(covered, 0, sizeof covered);
+    memset(covered + offsetof(tkv_evict_config, scorer), 1, 2 * sizeof(void *)); /* and its user */
+    check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_fields,
+                  COUNT(tkvi_evict_fields));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_fields,
+                  COUNT(tkvi_importance_fields));
 }
 
 TEST(words_are_the_names) {
@@ -577,6 +586,12 @@ TEST(words_are_the_names) {
         CHECK_EQ(tkvi_words_isa[i].value, i);
     }
     CHECK(tkvi_words_isa[i].name == NULL);
+    for (i = 0; i < TKV_EVICT_KINDS; i++)
+        CHECK_STR(tkvi_words_evict[i].name, tkv_evict_name((tkv_evict_kind)i));
+    CHECK(tkvi_words_evict[i].name == NULL);
+    for (i = 0; i < TKV_IMPORTANCE_STRATEGIES; i++)
+        CHECK_STR(tkvi_words_importance[i].name, tkv_importance_name((tkv_importance_strategy)i));
+    CHECK(tkvi_words_importance[i].name == NULL);
 }
 
 /* Kinds and lists that no field has yet. */
