@@ -175,9 +175,11 @@
 #define tkv_format_name TKV_NAME_(tkv_format_name)
 #define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
 #define tkv_importance_add TKV_NAME_(tkv_importance_add)
+#define tkv_importance_add_to TKV_NAME_(tkv_importance_add_to)
 #define tkv_importance_aggregate TKV_NAME_(tkv_importance_aggregate)
 #define tkv_importance_bound TKV_NAME_(tkv_importance_bound)
 #define tkv_importance_name TKV_NAME_(tkv_importance_name)
+#define tkv_importance_of TKV_NAME_(tkv_importance_of)
 #define tkv_importance_promote TKV_NAME_(tkv_importance_promote)
 #define tkv_importance_read TKV_NAME_(tkv_importance_read)
 #define tkv_importance_top TKV_NAME_(tkv_importance_top)
@@ -234,6 +236,7 @@
 #define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
+#define tkv_top_tokens TKV_NAME_(tkv_top_tokens)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
 #define tkv_version TKV_NAME_(tkv_version)
 #endif
@@ -1075,6 +1078,44 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
  * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
+
+/* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
+ * cfg.evict asks for it; 388 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
+ *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
+ *     tova                                     weights of the newest query alone, summed over heads
+ *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
+ * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy; "recency"
+ * gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at
+ * one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in
+ * turns, so sums are about that part of the whole. What happens between two appends is a step; from one to
+ * the next sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides), and those of
+ * newest queries begin anew. Sums end at 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this,
+ * sums do not depend on threads. Costs a second pass over the keys for what is sampled (bench/LOG.md), and
+ * needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings something.
+ *
+ * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
+ * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
+ * beside tkv_attend. TKV_ERR_CONFIG: nothing is gathered ("recency" is known all the same); TKV_ERR_RANGE: beyond
+ * the layer's length; TKV_ERR_ARG; out and gone untouched then. O(blocks + n). */
+TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                     uint64_t *gone);
+/* Mass from elsewhere (scores of the caller's, weights of an encoder) of tokens start .. start + n - 1, as if attention
+ * had given it now; at most 2,047 a token and call. What is gone is passed over. This changes the cache: no
+ * attention beside it. Errors as above, and TKV_ERR_NONFINITE: negative or no number. O(blocks + n). */
+TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
+                                         const float *mass);
+typedef struct tkv_ranked {
+    int position;
+    float importance;
+} tkv_ranked;
+/* The k most important tokens of a layer, best first, of equal ones the older first; *count is k, or as many as there
+ * are. protect: 1 leaves out what eviction protects, positions below evict.sink_tokens and the newest
+ * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up to
+ * k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are faster. */
+TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                  int *count);
 
 /* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
  * spilled copy or recomputation: decoding coded bytes restores nothing. */
@@ -14495,6 +14536,11 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     return id;
 }
 
+/* The tokens of a block go on in another one. */
+static void tkvi_keep_notes(tkvi_pool *pool, uint32_t from, uint32_t to) {
+    if (pool->notes) pool->notes[to] = pool->notes[from];
+}
+
 /* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
@@ -16126,6 +16172,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.tokens = tkvi_block_tokens(kv, list, ids, i);
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        tkvi_keep_notes(&kv->pool, id, ids[i]);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
         tkvi_release_block(&kv->pool, id);
@@ -16703,6 +16750,208 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
 }
 
 #endif /* TKVI_BUDGET_H */
+/* ======== mass.h ======== */
+/*
+ * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
+ *
+ * What is gathered is a row of a table: what the policy of cfg.evict needs (evict.h), else what the strategy of
+ * cfg.importance counts. All calls between two appends are one step; its stamp is the list's length. Who comes first to
+ * a block in a step decays its numbers, or begins anew. Numbers are whole, and sums end at the largest one: it is
+ * no matter who comes first, so threads change nothing.
+ *
+ * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
+ * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
+ */
+#ifndef TKVI_MASS_H
+#define TKVI_MASS_H
+
+
+#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_EVERY 32
+
+/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++)
+            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+/* >>whole numbers: rounded; 0 for NaN and what is negative (by bits: right under -ffast-math) */
+static uint32_t tkvi_mass_counted(float x, float one) {
+    const uint32_t bits = tkvi_bits(x), most = 0x4effffffu; /* the largest float that is an int */
+    x = tkvi_from_bits(bits > 0x7f800000u ? 0u : bits) * one + 0.5f;
+    return (uint32_t)(int32_t)tkvi_from_bits(tkvi_bits(x) > most ? most : tkvi_bits(x));
+}
+
+static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
+    }
+}
+
+static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k];
+    }
+}
+
+/* >>the table */
+typedef struct tkvi_mass_mode {
+    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
+    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
+    float sign; /* of what is gathered, where high numbers are to be good */
+    float one;  /* 1 as a whole number */
+    void (*say)(const float *s, const float *p, float low, float *said);
+    void (*join)(uint32_t *mass, const uint32_t *more);
+} tkvi_mass_mode;
+
+enum {
+    TKVI_MASS_SUM,
+    TKVI_MASS_LARGEST,
+    TKVI_MASS_LOWS,
+    TKVI_MASS_LAST,
+    TKVI_MASS_OBSERVED,
+    TKVI_MASS_MODES
+};
+
+static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+};
+
+/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
+static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+
+/* What a config asks for. */
+typedef struct tkvi_mass {
+    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
+    int every;                        /* one query in so many tells, or */
+    int newest;                       /* the newest so many do */
+    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+} tkvi_mass;
+
+static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+    const tkv_evict_kind kind = cfg->evict.kind;
+    tkv_evict_config evict;
+    int i;
+    memset(m, 0, sizeof *m);
+    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
+        return; /* no cache has such a config */
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
+    for (i = 0; i < TKVI_MASS_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    if (m->mode) { /* policies know no decay but the caller's */
+        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
+        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
+    } else if (cfg->importance_every > 0 || kind == TKV_EVICT_SCORES || kind == TKV_EVICT_USER) {
+        i = tkvi_mass_of_strategy[m->importance.strategy];
+        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+    }
+}
+
+/* >>notes. len: of the list */
+static void tkvi_mass_fade(uint32_t *mass, double by) {
+    int t;
+    for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
+}
+
+/* said: of the block's 64 tokens, 0 where they are gone. */
+static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
+    tkvi_notes *n = &kv->pool.notes[id];
+    uint32_t more[TKVI_BLOCK], any = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
+    if (!any) return;
+    tkvi_lock(&kv->learning);
+    if (n->step != len) {
+        tkvi_mass_fade(n->mass,
+                       m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, len - n->step));
+        n->step = len;
+    }
+    m->mode->join(n->mass, more);
+    tkvi_unlock(&kv->learning);
+}
+
+/* The step of the newest queries that told, where older ones do not count. */
+static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *list, const uint32_t *ids) {
+    int i, step = 0;
+    if (!m->mode || !m->mode->fresh) return 0;
+    tkvi_lock(&kv->learning);
+    for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
+    tkvi_unlock(&kv->learning);
+    return step;
+}
+
+/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
+static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, int newest, float *a) {
+    tkvi_notes n;
+    double by = 0.0;
+    int t;
+    memset(&n, 0, sizeof n);
+    if (m->mode) {
+        tkvi_lock(&kv->learning);
+        n = kv->pool.notes[id];
+        tkvi_unlock(&kv->learning);
+        by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
+                            : tkvi_power((double)m->importance.decay, len - n.step);
+        by *= (double)m->mode->sign / (double)m->mode->one;
+    }
+    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
+}
+
+/* The list was cut to its length: tokens that come now begin at 0, and no step lies ahead. */
+static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    tkvi_mass m;
+    int i, t;
+    if (!kv->pool.notes) return;
+    tkvi_mass_init(&m, &kv->tables.cfg);
+    for (i = 0; i < list->n; i++) {
+        tkvi_notes *n = &kv->pool.notes[ids[i]];
+        if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
+    }
+    if (list->n && !kv->pool.block[ids[list->n - 1]].packed)
+        for (t = list->len - tkvi_block_start(kv, ids, list->n - 1); t < TKVI_BLOCK; t++)
+            kv->pool.notes[ids[list->n - 1]].mass[t] = 0;
+}
+
+#endif /* TKVI_MASS_H */
 /* ======== adapt.h ======== */
 /*
  * adapt.h - quality feedback for a cache: advice (feedback.h) becomes lengths and levels (budget.h). May call both.
@@ -16959,6 +17208,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            tkvi_keep_notes(&kv->pool, id, mine);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
@@ -17293,6 +17543,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     }
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
+    tkvi_mass_cut(kv, list, ids);
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -17813,9 +18064,10 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen; /* statistics of this layer are wanted (learn.h) */
-    int metric; /* its queries are (metric.h) */
-    int meter;  /* the quality meter watches a head of it (meter.h) */
+    int listen;     /* statistics of this layer are wanted (learn.h) */
+    int metric;     /* its queries are (metric.h) */
+    int meter;      /* the quality meter watches a head of it (meter.h) */
+    tkvi_mass mass; /* what is gathered of what queries look at */
 } tkvi_call;
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
@@ -17838,6 +18090,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
+#if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
+    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+#endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tile = TKVI_ROWS;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
@@ -17907,9 +18162,24 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
+/* What keys its rows see. */
+static void tkvi_unit_reach(tkvi_unit *u) {
+    int r;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
+    }
+}
+
 static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq, r;
+    int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
@@ -17923,17 +18193,8 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
     u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
+    tkvi_unit_reach(u);
 }
 
 /* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
@@ -18444,6 +18705,83 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
     }
 }
 
+/* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
+/* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
+static int tkvi_next_teller(const tkvi_unit *u, int r) {
+    const tkvi_mass *m = &u->call->mass;
+    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
+    if (!m->mode) return u->rows;
+    for (; r < u->rows; r++) {
+        const int at = tkvi_position(u, tkvi_query_of(u, r));
+        if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
+    }
+    return r;
+}
+
+/* How many keys a query can see. */
+static int tkvi_keys_seen(const tkvi_unit *u, int query) {
+    const tkv_cache *kv = u->call->kv;
+    int low, high, i, t, n = 0;
+    tkvi_visible(u, query, &low, &high);
+    for (i = 0; i < u->list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[u->ids[i]];
+        const int slots = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (b->gone == 0 && !b->packed) {
+            n += tkvi_max(0, tkvi_min(high, b->start + slots) - tkvi_max(low, b->start));
+            continue;
+        }
+        for (t = 0; t < slots; t++) {
+            const int at = tkvi_at(kv, u->ids[i], t);
+            n += at >= low && at < high && (tkvi_there(b, slots) >> t & 1);
+        }
+    }
+    return n;
+}
+
+/* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
+static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last) {
+    TKVI_ALIGNED tkvi_queries q;
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+    const tkvi_mass *m = &u->call->mass;
+    tkv_cache *kv = u->call->kv;
+    float low[TKVI_ROWS];
+    int i, r, t;
+    tkvi_load_queries(u, &q);
+    for (r = 0; r < u->rows; r++) {
+        low[r] = m->importance.low;
+        if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
+            low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
+    }
+    for (i = first; i < last; i++) {
+        const uint64_t gone = kv->pool.block[u->ids[i]].gone;
+        if (!tkvi_block_scores(u, &q, i, scores)) continue;
+        memset(said, 0, sizeof said);
+        for (r = 0; r < u->rows; r++) {
+            if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
+            (void)kv->kernels->exp64(scores + r * TKVI_BLOCK, lse[r], p);
+            m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        }
+        for (t = 0; t < TKVI_BLOCK && gone; t++)
+            if (gone >> t & 1) said[t] = 0.0f;
+        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+    }
+}
+
+/* The rows of a unit that tell do. s: finished sums. */
+static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last) {
+    int r, end;
+    for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
+        tkvi_unit tellers = *u;
+        float lse[TKVI_ROWS];
+        for (end = r; end < u->rows && tkvi_next_teller(u, end) == end; end++)
+            lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
+        tellers.first += r;
+        tellers.rows = end - r;
+        tkvi_unit_reach(&tellers);
+        tkvi_tell_blocks(&tellers, lse, first, last);
+    }
+}
+
 /* >>work: units, serial or in parallel, whole or in parts */
 typedef struct tkvi_work {
     const tkvi_call *call;
@@ -18517,6 +18855,35 @@ static void tkvi_run_unit(void *ctx, int index) {
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
+    if (!w->parts) {
+        tkvi_gather_mass(&u, &sums, 0, u.list->n);
+    } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
+        part = tkvi_part_at(w, &u, index, 0);
+        memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
+        memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
+    }
+}
+
+static void tkvi_run_gather(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
+    tkvi_sums sums;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, unit, &u);
+    if (chunk >= u.n_chunks) return;
+    sums = tkvi_part_at(w, &u, unit, 0);
+    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk));
+}
+
+/* Does any unit tell? Serves only to wake no threads in vain. */
+static int tkvi_any_tells(const tkvi_work *w) {
+    int i, any = 0;
+    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+        tkvi_unit u;
+        tkvi_find_unit(w->call, i, &u);
+        any = tkvi_next_teller(&u, 0) < u.rows;
+    }
+    return any;
 }
 
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
@@ -18648,6 +19015,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
+    tkvi_gather_mass(&eight, &sums, 0, eight.list->n);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
@@ -18797,6 +19165,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         w.parts = kv->parts;
         tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
         for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
+        if (tkvi_any_tells(&w)) tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_gather, &w);
         tkvi_leave_parts(kv);
     } else if (few || !(c.many = tkvi_many_for(&c))) {
         tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
@@ -18843,6 +19212,165 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 }
 
 #endif /* TKVI_ATTEND_H */
+/* ======== ranking.h ======== */
+/*
+ * ranking.h - importance of the tokens of a cache: what attention gathered (mass.h), weighed as importance.h does; mass
+ * from elsewhere; the most important tokens. May call sequence and below.
+ */
+#ifndef TKVI_RANKING_H
+#define TKVI_RANKING_H
+
+
+/* One layer of one sequence, and what its config asks for. */
+typedef struct tkvi_ranking {
+    tkv_cache *kv;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_mass mass;
+    int newest;
+} tkvi_ranking;
+
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0) return TKV_ERR_ARG;
+    r->kv = kv;
+    r->list = tkvi_list_of(kv, seq, layer);
+    r->ids = tkvi_ids(kv, seq, layer);
+    tkvi_mass_init(&r->mass, &kv->tables.cfg);
+    /* age alone needs nothing gathered */
+    if (!r->mass.mode && r->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    r->newest = tkvi_mass_newest(kv, &r->mass, r->list, r->ids);
+    return TKV_OK;
+}
+
+/* Positions and importance of the tokens of block i that are there; returns how many. */
+static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
+    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
+    const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
+    tkv_importance token[TKVI_BLOCK];
+    float a[TKVI_BLOCK];
+    int t, n = 0;
+    tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
+    for (t = 0; t < slots; t++) {
+        if (!(there >> t & 1)) continue;
+        position[n] = tkvi_at(r->kv, r->ids[i], t);
+        token[n].attention = a[t];
+        token[n++].step = r->list->len - 1;
+    }
+    (void)tkv_importance_read(&r->mass.importance, token, position, n, r->list->len - 1, out);
+    return n;
+}
+
+TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                     uint64_t *gone) {
+    tkvi_ranking r;
+    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    int i, t;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
+    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) out[i] = 0.0f;
+    for (i = 0; i < n && gone; i++) {
+        if (i % 64 == 0) gone[i / 64] = 0;
+        tkvi_mark(gone, i);
+    }
+    for (i = 0; i < r.list->n; i++) {
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], found;
+        if (tkvi_block_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
+        found = tkvi_ranking_block(&r, i, position, x);
+        for (t = 0; t < found; t++) {
+            const int at = position[t] - start;
+            if (at < 0 || at >= n) continue;
+            out[at] = x[t];
+            if (gone) gone[at >> 6] &= ~((uint64_t)1 << (at & 63));
+        }
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
+                                         const float *mass) {
+    tkvi_ranking r;
+    tkv_status st;
+    float low;
+    int i, t;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st == TKV_ERR_ARG)
+        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
+    if (st || !r.mass.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "nothing is gathered: set cfg.importance_every, or a strategy or "
+                         "policy that counts attention",
+                         0, NULL);
+    if (n < 0 || (n > 0 && !mass))
+        return tkvi_fail(kv, TKV_ERR_ARG, "mass must be an array of n numbers, and n is", n, "");
+    if (start < 0 || start > r.list->len || n > r.list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    for (i = 0; i < n; i++)
+        if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
+                             " is not");
+    low = tkvi_or(r.mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    for (i = 0; i < r.list->n; i++) {
+        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
+        const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
+        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+        memset(said, 0, sizeof said);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
+            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
+            p[t] = at >= 0 && at < n ? mass[at] : 0.0f;
+        }
+        r.mass.mode->say(s, p, low, said);
+        tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);
+    }
+    return tkvi_ok(kv);
+}
+
+/* a is worse than b: less important, or as important and younger. */
+static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
+    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
+}
+
+TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                  int *count) {
+    tkvi_ranking r;
+    tkv_evict_config evict;
+    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    int i, t, low, high, found = 0;
+    if (st) return st;
+    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
+    low = protect ? evict.sink_tokens : 0;
+    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
+    for (i = r.list->n; i-- > 0;) { /* newest first: where age counts, few are put before others */
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
+        for (t = n; t-- > 0;) {
+            tkv_ranked token;
+            int from = 0, to = found;
+            token.position = position[t];
+            token.importance = x[t];
+            if (position[t] < low || position[t] >= high) continue;
+            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
+            while (from < to) { /* behind the last that is better */
+                const int mid = from + (to - from) / 2;
+                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
+                else to = mid;
+            }
+            if (found < k) found++;
+            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
+            out[from] = token;
+        }
+    }
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_RANKING_H */
 /* ======== reference.h ======== */
 /*
  * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, pass

@@ -91,6 +91,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.tokens = tkvi_block_tokens(kv, list, ids, i);
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        tkvi_keep_notes(&kv->pool, id, ids[i]);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
         tkvi_release_block(&kv->pool, id);

@@ -86,9 +86,11 @@
 #define tkv_format_name TKV_NAME_(tkv_format_name)
 #define tkv_format_prometheus TKV_NAME_(tkv_format_prometheus)
 #define tkv_importance_add TKV_NAME_(tkv_importance_add)
+#define tkv_importance_add_to TKV_NAME_(tkv_importance_add_to)
 #define tkv_importance_aggregate TKV_NAME_(tkv_importance_aggregate)
 #define tkv_importance_bound TKV_NAME_(tkv_importance_bound)
 #define tkv_importance_name TKV_NAME_(tkv_importance_name)
+#define tkv_importance_of TKV_NAME_(tkv_importance_of)
 #define tkv_importance_promote TKV_NAME_(tkv_importance_promote)
 #define tkv_importance_read TKV_NAME_(tkv_importance_read)
 #define tkv_importance_top TKV_NAME_(tkv_importance_top)
@@ -145,6 +147,7 @@
 #define tkv_tier_for_age TKV_NAME_(tkv_tier_for_age)
 #define tkv_tier_of TKV_NAME_(tkv_tier_of)
 #define tkv_tier_pair TKV_NAME_(tkv_tier_pair)
+#define tkv_top_tokens TKV_NAME_(tkv_top_tokens)
 #define tkv_truncate TKV_NAME_(tkv_truncate)
 #define tkv_version TKV_NAME_(tkv_version)
 #endif
@@ -986,6 +989,44 @@ TKV_API float tkv_importance_bound(const float *q, const float *low, const float
  * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
+
+/* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
+ * cfg.evict asks for it; 388 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
+ *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
+ *     tova                                     weights of the newest query alone, summed over heads
+ *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
+ * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy; "recency"
+ * gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at
+ * one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in
+ * turns, so sums are about that part of the whole. What happens between two appends is a step; from one to
+ * the next sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides), and those of
+ * newest queries begin anew. Sums end at 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this,
+ * sums do not depend on threads. Costs a second pass over the keys for what is sampled (bench/LOG.md), and
+ * needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings something.
+ *
+ * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
+ * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
+ * beside tkv_attend. TKV_ERR_CONFIG: nothing is gathered ("recency" is known all the same); TKV_ERR_RANGE: beyond
+ * the layer's length; TKV_ERR_ARG; out and gone untouched then. O(blocks + n). */
+TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                     uint64_t *gone);
+/* Mass from elsewhere (scores of the caller's, weights of an encoder) of tokens start .. start + n - 1, as if attention
+ * had given it now; at most 2,047 a token and call. What is gone is passed over. This changes the cache: no
+ * attention beside it. Errors as above, and TKV_ERR_NONFINITE: negative or no number. O(blocks + n). */
+TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
+                                         const float *mass);
+typedef struct tkv_ranked {
+    int position;
+    float importance;
+} tkv_ranked;
+/* The k most important tokens of a layer, best first, of equal ones the older first; *count is k, or as many as there
+ * are. protect: 1 leaves out what eviction protects, positions below evict.sink_tokens and the newest
+ * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up to
+ * k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are faster. */
+TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                  int *count);
 
 /* Promotion: which tokens (or blocks) deserve a dearer tier. Only those that have a better source, a kept or a
  * spilled copy or recomputation: decoding coded bytes restores nothing. */

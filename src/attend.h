@@ -21,6 +21,7 @@
 #define TKVI_ATTEND_H
 
 #include "many_avx512.h"
+#include "mass.h"
 #include "metric.h"
 
 /* >>the call, checked and with defaults filled in */
@@ -36,9 +37,10 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen; /* statistics of this layer are wanted (learn.h) */
-    int metric; /* its queries are (metric.h) */
-    int meter;  /* the quality meter watches a head of it (meter.h) */
+    int listen;     /* statistics of this layer are wanted (learn.h) */
+    int metric;     /* its queries are (metric.h) */
+    int meter;      /* the quality meter watches a head of it (meter.h) */
+    tkvi_mass mass; /* what is gathered of what queries look at */
 } tkvi_call;
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
@@ -61,6 +63,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
+#if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
+    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+#endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tile = TKVI_ROWS;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
@@ -130,9 +135,24 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
+/* What keys its rows see. */
+static void tkvi_unit_reach(tkvi_unit *u) {
+    int r;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
+    }
+}
+
 static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq, r;
+    int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
@@ -146,17 +166,8 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
     u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
+    tkvi_unit_reach(u);
 }
 
 /* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
@@ -667,6 +678,83 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
     }
 }
 
+/* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
+/* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
+static int tkvi_next_teller(const tkvi_unit *u, int r) {
+    const tkvi_mass *m = &u->call->mass;
+    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
+    if (!m->mode) return u->rows;
+    for (; r < u->rows; r++) {
+        const int at = tkvi_position(u, tkvi_query_of(u, r));
+        if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
+    }
+    return r;
+}
+
+/* How many keys a query can see. */
+static int tkvi_keys_seen(const tkvi_unit *u, int query) {
+    const tkv_cache *kv = u->call->kv;
+    int low, high, i, t, n = 0;
+    tkvi_visible(u, query, &low, &high);
+    for (i = 0; i < u->list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[u->ids[i]];
+        const int slots = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (b->gone == 0 && !b->packed) {
+            n += tkvi_max(0, tkvi_min(high, b->start + slots) - tkvi_max(low, b->start));
+            continue;
+        }
+        for (t = 0; t < slots; t++) {
+            const int at = tkvi_at(kv, u->ids[i], t);
+            n += at >= low && at < high && (tkvi_there(b, slots) >> t & 1);
+        }
+    }
+    return n;
+}
+
+/* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
+static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last) {
+    TKVI_ALIGNED tkvi_queries q;
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+    const tkvi_mass *m = &u->call->mass;
+    tkv_cache *kv = u->call->kv;
+    float low[TKVI_ROWS];
+    int i, r, t;
+    tkvi_load_queries(u, &q);
+    for (r = 0; r < u->rows; r++) {
+        low[r] = m->importance.low;
+        if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
+            low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
+    }
+    for (i = first; i < last; i++) {
+        const uint64_t gone = kv->pool.block[u->ids[i]].gone;
+        if (!tkvi_block_scores(u, &q, i, scores)) continue;
+        memset(said, 0, sizeof said);
+        for (r = 0; r < u->rows; r++) {
+            if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
+            (void)kv->kernels->exp64(scores + r * TKVI_BLOCK, lse[r], p);
+            m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        }
+        for (t = 0; t < TKVI_BLOCK && gone; t++)
+            if (gone >> t & 1) said[t] = 0.0f;
+        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+    }
+}
+
+/* The rows of a unit that tell do. s: finished sums. */
+static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last) {
+    int r, end;
+    for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
+        tkvi_unit tellers = *u;
+        float lse[TKVI_ROWS];
+        for (end = r; end < u->rows && tkvi_next_teller(u, end) == end; end++)
+            lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
+        tellers.first += r;
+        tellers.rows = end - r;
+        tkvi_unit_reach(&tellers);
+        tkvi_tell_blocks(&tellers, lse, first, last);
+    }
+}
+
 /* >>work: units, serial or in parallel, whole or in parts */
 typedef struct tkvi_work {
     const tkvi_call *call;
@@ -740,6 +828,35 @@ static void tkvi_run_unit(void *ctx, int index) {
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
+    if (!w->parts) {
+        tkvi_gather_mass(&u, &sums, 0, u.list->n);
+    } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
+        part = tkvi_part_at(w, &u, index, 0);
+        memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
+        memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
+    }
+}
+
+static void tkvi_run_gather(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
+    tkvi_sums sums;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, unit, &u);
+    if (chunk >= u.n_chunks) return;
+    sums = tkvi_part_at(w, &u, unit, 0);
+    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk));
+}
+
+/* Does any unit tell? Serves only to wake no threads in vain. */
+static int tkvi_any_tells(const tkvi_work *w) {
+    int i, any = 0;
+    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+        tkvi_unit u;
+        tkvi_find_unit(w->call, i, &u);
+        any = tkvi_next_teller(&u, 0) < u.rows;
+    }
+    return any;
 }
 
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
@@ -871,6 +988,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
+    tkvi_gather_mass(&eight, &sums, 0, eight.list->n);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
@@ -1020,6 +1138,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         w.parts = kv->parts;
         tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
         for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
+        if (tkvi_any_tells(&w)) tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_gather, &w);
         tkvi_leave_parts(kv);
     } else if (few || !(c.many = tkvi_many_for(&c))) {
         tkvi_for(kv, w.n_units, tkvi_run_unit, &w);

@@ -308,6 +308,11 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     return id;
 }
 
+/* The tokens of a block go on in another one. */
+static void tkvi_keep_notes(tkvi_pool *pool, uint32_t from, uint32_t to) {
+    if (pool->notes) pool->notes[to] = pool->notes[from];
+}
+
 /* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 

@@ -10,6 +10,7 @@
 #define TKVI_SEQUENCE_H
 
 #include "budget.h"
+#include "mass.h"
 
 /* Slots of a class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
@@ -205,6 +206,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
             uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            tkvi_keep_notes(&kv->pool, id, mine);
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
@@ -539,6 +541,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     }
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
+    tkvi_mass_cut(kv, list, ids);
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
