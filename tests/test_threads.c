@@ -103,6 +103,7 @@ typedef struct contents {
     tkv_format hot, warm, archive;
     int shared; /* 1: instead, A and R: a table is made on the way */
     int meter;  /* 1: the quality meter watches all heads */
+    int every;  /* cfg.importance_every */
 } contents;
 
 static tkv_cache *filled(const contents *c, workers *w) {
@@ -133,6 +134,7 @@ static tkv_cache *filled(const contents *c, workers *w) {
         cfg.quality_every = 1;
         cfg.quality_tokens = 512; /* some blocks have no copy */
     }
+    cfg.importance_every = c->every;
     cfg.isa = tkv_test_isa();
     if (w) {
         cfg.parallel_for = parallel_for;
@@ -192,14 +194,15 @@ static int has_numbers(const outputs *o) {
     return n > HEADS * DV / 2;
 }
 
-static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0};
-static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0};
-static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0};
-static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0};
-static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
-static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
-static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1};
-static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1};
+static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0};
+static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0, 0};
+static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0, 0};
+static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0, 0};
+static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
+static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
+static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1, 0};
+static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1, 0};
+static const contents weighed = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 3};
 
 static float *make_queries(void) {
     float *q = (float *)calloc(MAX_ROWS * HEADS * DK, sizeof(float));
@@ -292,13 +295,16 @@ typedef struct caller {
 static void *attend_again(void *arg) {
     caller *c = (caller *)arg;
     tkv_quality_info figures;
-    float k[KV_HEADS * DK];
+    float k[KV_HEADS * DK], weights[100];
     int i;
     for (i = 0; i < c->rounds; i++) {
         int which = (c->number + i) % N_CALLS;
+        tkv_status st;
         c->errors += make_call(c->kv, which, c->q, c->o) != TKV_OK;
         c->wrong += !same(c->o, &c->want[which]);
         c->errors += tkv_read(c->kv, 0, 0, 40 * i, 1, k, NULL) != TKV_OK;
+        st = tkv_importance_of(c->kv, 0, 0, 30 * i, 100, weights, NULL);
+        c->errors += st != TKV_OK && st != TKV_ERR_CONFIG; /* which says that nothing is gathered */
         c->errors += tkv_layer_len(c->kv, 0, 0) != c->tokens;
         c->errors += tkv_quality(c->kv, &figures) != TKV_OK || figures.top1 > 1.0;
     }
@@ -479,6 +485,53 @@ TEST(figures_do_not_depend_on_threads) {
 #endif
 }
 
+/* Nor what is gathered of the attention that tokens get; with it, too, bits are the same. */
+TEST(importance_does_not_depend_on_threads) {
+#if defined(__GNUC__) || defined(__clang__)
+    static const int threads[] = {1, 2, 7};
+    static outputs want[N_CALLS], o;
+    static float first[800], now[800];
+    contents quiet = weighed;
+    tkv_cache *kv = filled(&weighed, NULL), *off;
+    float *q = make_queries();
+    int i, which, round, rounds = tkv_test_quick() ? 2 : 2 * N_CALLS;
+    quiet.every = 0;
+    off = filled(&quiet, NULL);
+    for (which = 0; which < N_CALLS; which++) CHECK_EQ(make_call(off, which, q, &want[which]), TKV_OK);
+    tkv_destroy(off);
+    for (round = 0; round < CALLERS * rounds; round++) {
+        which = (round / rounds + round % rounds) % N_CALLS; /* what the callers will do together */
+        CHECK_EQ(make_call(kv, which, q, &o), TKV_OK);
+        CHECK(same(&o, &want[which]));
+    }
+    CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 800, first, NULL), TKV_OK);
+    CHECK(first[10] > .1f); /* the age of a token that old counts for nothing */
+    tkv_destroy(kv);
+    for (i = 0; i < 4; i++) {
+        workers w;
+        workers_init(&w, i < 3 ? threads[i] : 3);
+        kv = filled(&weighed, &w);
+        if (i == 3) {
+            run_callers(kv, q, want, weighed.tokens[0]);
+        } else {
+            for (round = 0; round < CALLERS * rounds; round++) {
+                which = (round / rounds + round % rounds) % N_CALLS;
+                CHECK_EQ(make_call(kv, which, q, &o), TKV_OK);
+                CHECK(same(&o, &want[which]));
+            }
+        }
+        CHECK_EQ(tkv_importance_of(kv, 0, 0, 0, 800, now, NULL), TKV_OK);
+        CHECK_MEM(now, first, sizeof first);
+        CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
+        tkv_destroy(kv);
+        pthread_mutex_destroy(&w.lock);
+    }
+    free(q);
+#else
+    SKIP("no atomics, nothing is gathered");
+#endif
+}
+
 /* >>the stack that attention and appending take (api.h names the number), by what is no longer painted */
 #if defined(__has_feature)
 #define HAS_FEATURE(x) __has_feature(x)
@@ -543,6 +596,7 @@ TEST(stack_is_as_promised) {
             cfg.rope.dim = WIDE;
             cfg.quality_heads = meter;
             cfg.quality_every = meter;
+            cfg.importance_every = 1;
             cfg.isa = tkv_test_isa();
             memset(&c, 0, sizeof c);
             c.x = x, c.out = out;
@@ -671,6 +725,7 @@ int main(int argc, char **argv) {
     RUN(callers_with_workers);
     RUN(tables_do_not_depend_on_threads);
     RUN(figures_do_not_depend_on_threads);
+    RUN(importance_does_not_depend_on_threads);
     RUN(stack_is_as_promised);
     RUN(scores_from_many_threads);
     RUN(pressure_from_many_threads);
