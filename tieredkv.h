@@ -16768,6 +16768,7 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
 
 #define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
 #define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
 #define TKVI_MASS_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
@@ -16803,11 +16804,10 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
     }
 }
 
-/* >>whole numbers: rounded; 0 for NaN and what is negative (by bits: right under -ffast-math) */
+/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
 static uint32_t tkvi_mass_counted(float x, float one) {
-    const uint32_t bits = tkvi_bits(x), most = 0x4effffffu; /* the largest float that is an int */
-    x = tkvi_from_bits(bits > 0x7f800000u ? 0u : bits) * one + 0.5f;
-    return (uint32_t)(int32_t)tkvi_from_bits(tkvi_bits(x) > most ? most : tkvi_bits(x));
+    const uint32_t bits = tkvi_bits(x * one + 0.5f);
+    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
 
 static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
@@ -18162,24 +18162,9 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
-/* What keys its rows see. */
-static void tkvi_unit_reach(tkvi_unit *u) {
-    int r;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
-}
-
 static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq;
+    int seq = c->rows[item].seq, r;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
@@ -18193,8 +18178,17 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
     u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
-    tkvi_unit_reach(u);
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
+    }
 }
 
 /* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
@@ -18777,7 +18771,6 @@ static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *
             lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
         tellers.first += r;
         tellers.rows = end - r;
-        tkvi_unit_reach(&tellers);
         tkvi_tell_blocks(&tellers, lse, first, last);
     }
 }
@@ -19322,7 +19315,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? mass[at] : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
         r.mass.mode->say(s, p, low, said);
         tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);

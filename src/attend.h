@@ -135,24 +135,9 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
-/* What keys its rows see. */
-static void tkvi_unit_reach(tkvi_unit *u) {
-    int r;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
-}
-
 static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq;
+    int seq = c->rows[item].seq, r;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
@@ -166,8 +151,17 @@ static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_r
     u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
     u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
     u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
-    tkvi_unit_reach(u);
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
+    }
 }
 
 /* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
@@ -750,7 +744,6 @@ static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *
             lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
         tellers.first += r;
         tellers.rows = end - r;
-        tkvi_unit_reach(&tellers);
         tkvi_tell_blocks(&tellers, lse, first, last);
     }
 }

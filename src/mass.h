@@ -16,6 +16,7 @@
 
 #define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
 #define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
 #define TKVI_MASS_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
@@ -51,11 +52,10 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
     }
 }
 
-/* >>whole numbers: rounded; 0 for NaN and what is negative (by bits: right under -ffast-math) */
+/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
 static uint32_t tkvi_mass_counted(float x, float one) {
-    const uint32_t bits = tkvi_bits(x), most = 0x4effffffu; /* the largest float that is an int */
-    x = tkvi_from_bits(bits > 0x7f800000u ? 0u : bits) * one + 0.5f;
-    return (uint32_t)(int32_t)tkvi_from_bits(tkvi_bits(x) > most ? most : tkvi_bits(x));
+    const uint32_t bits = tkvi_bits(x * one + 0.5f);
+    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
 
 static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {

@@ -108,7 +108,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? mass[at] : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
         r.mass.mode->say(s, p, low, said);
         tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);
