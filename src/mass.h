@@ -140,6 +140,13 @@ static void tkvi_mass_fade(uint32_t *mass, double by) {
     for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
 }
 
+/* A block's numbers, brought to a step. */
+static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
+    if (n->step == step || !m->mode) return;
+    tkvi_mass_fade(n->mass, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
+    n->step = step;
+}
+
 /* said: of the block's 64 tokens, 0 where they are gone. */
 static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
     tkvi_notes *n = &kv->pool.notes[id];
@@ -148,13 +155,18 @@ static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
     if (!any) return;
     tkvi_lock(&kv->learning);
-    if (n->step != len) {
-        tkvi_mass_fade(n->mass,
-                       m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, len - n->step));
-        n->step = len;
-    }
+    tkvi_mass_bring(m, n, len);
     m->mode->join(n->mass, more);
     tkvi_unlock(&kv->learning);
+}
+
+/* The numbers of two blocks that become one are those of one step. */
+static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
+    tkvi_notes *n = kv->pool.notes;
+    tkvi_mass m;
+    tkvi_mass_init(&m, &kv->tables.cfg);
+    tkvi_mass_bring(&m, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_mass_bring(&m, &n[b], n[a].step);
 }
 
 /* The step of the newest queries that told, where older ones do not count. */
@@ -184,19 +196,16 @@ static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }
 
-/* The list was cut to its length: tokens that come now begin at 0, and no step lies ahead. */
+/* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
 static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     tkvi_mass m;
-    int i, t;
+    int i;
     if (!kv->pool.notes) return;
     tkvi_mass_init(&m, &kv->tables.cfg);
     for (i = 0; i < list->n; i++) {
         tkvi_notes *n = &kv->pool.notes[ids[i]];
         if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
     }
-    if (list->n && !kv->pool.block[ids[list->n - 1]].packed)
-        for (t = list->len - tkvi_block_start(kv, ids, list->n - 1); t < TKVI_BLOCK; t++)
-            kv->pool.notes[ids[list->n - 1]].mass[t] = 0;
 }
 
 #endif /* TKVI_MASS_H */

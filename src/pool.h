@@ -39,6 +39,7 @@ typedef struct tkvi_block {
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block */
     uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint64_t pinned;    /* bits: they stay */
     int step;           /* when that was last added to */
 } tkvi_notes;
 
@@ -306,11 +307,6 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
     return id;
-}
-
-/* The tokens of a block go on in another one. */
-static void tkvi_keep_notes(tkvi_pool *pool, uint32_t from, uint32_t to) {
-    if (pool->notes) pool->notes[to] = pool->notes[from];
 }
 
 /* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */

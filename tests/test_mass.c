@@ -694,6 +694,70 @@ TEST(gone_tokens) {
     tkv_destroy(kv);
 }
 
+/* Where tokens were dropped and blocks have joined, those that stay keep what they got, and get what is theirs. */
+TEST(after_eviction) {
+    static const tkv_evict_kind kinds[] = {TKV_EVICT_H2O, TKV_EVICT_TOVA, TKV_EVICT_SCISSORHANDS};
+    static float before[MOST];
+    int i, j, n;
+    NEEDS_ATOMICS;
+    for (i = 0; i < COUNT(kinds); i++) {
+        tkv_config cfg = config(2, 1);
+        tkv_attend_params p = ask_of(1);
+        tkv_evict_params go;
+        uint64_t alive[MOST / 64 + 1];
+        double worst = 0.0, all = 0.0, kept = 0.0;
+        tkv_cache *kv;
+        cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.warm_tokens = 128;
+        cfg.evict.kind = kinds[i];
+        cfg.importance.decay = .9f;
+        kv = make(&cfg);
+        for (n = 0; n < 5; n++) {
+            feed(kv, LAYER, 150);
+            p.window = n == 2 ? 100 : 0; /* blocks that it does not reach have other steps */
+            ask(kv, &p);
+        }
+        gathered(kv, LAYER, before);
+        memset(&go, 0, sizeof go);
+        go.layer = LAYER;
+        go.keep = 300;
+        CHECK_EQ(tkv_evict(kv, &go), TKV_OK);
+        CHECK(kv->merged > 0);
+        CHECK_EQ(tkv_alive(kv, 0, LAYER, 0, 750, alive), TKV_OK);
+        gathered(kv, LAYER, a_now);
+        for (j = n = 0; j < 750; j++) {
+            if (!(alive[j / 64] >> j % 64 & 1)) continue;
+            n++;
+            CHECK_NEAR(a_now[j], before[j], 2e-5);
+            kept += fabs((double)before[j]);
+        }
+        CHECK_EQ(n, 300);
+        CHECK(kept > 0.0);
+        feed(kv, LAYER, 1);
+        gathered(kv, LAYER, before);
+        p.lse = lse;
+        p.mass = mass;
+        ask(kv, &p);
+        gathered(kv, LAYER, a_now);
+        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 751, b_now, alive), TKV_OK);
+        for (j = n = 0; j < 751; j++) {
+            const int there = !(alive[j / 64] >> j % 64 & 1);
+            const double old = kinds[i] == TKV_EVICT_TOVA ? 0.0 : (double)before[j];
+            const double e = fabs((double)a_now[j] - old - (double)mass[j]);
+            n += there;
+            if (!there) CHECK(!(mass[j] > 0.0f) && tkvi_bits(b_now[j]) == 0);
+            if (!there || kinds[i] == TKV_EVICT_SCISSORHANDS) continue;
+            worst = e > worst ? e : worst;
+            all += (double)mass[j];
+        }
+        CHECK_EQ(n, 301);
+        CHECK_LE(worst, 2e-5 * HEADS);
+        if (kinds[i] != TKV_EVICT_SCISSORHANDS) CHECK_NEAR(all, HEADS, 1e-2);
+        whole(kv);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(mass_from_elsewhere) {
     tkv_config cfg = exact(2, 1);
     float some[200];
@@ -860,6 +924,7 @@ int main(int argc, char **argv) {
     RUN(cuts_of_the_newest);
     RUN(importance);
     RUN(gone_tokens);
+    RUN(after_eviction);
     RUN(mass_from_elsewhere);
     RUN(top_tokens);
     RUN(memory);
