@@ -1047,8 +1047,8 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
                                        size_t size, char *reason, size_t reason_size);
 
 /* >>what to keep. Rules for importance, eviction and recomputation, as pure functions and small structs of the
- * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache, allocate
- * nothing, and no cache calls them yet. Everything is decided alike on every machine but for the rounding of scores;
+ * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and allocate
+ * nothing. Everything is decided alike on every machine but for the rounding of scores;
  * of equal tokens the older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask
  * are bit i % 64 of word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
  *
@@ -1090,7 +1090,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 388 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
  *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
  *     strategy heavy_hitter                    the largest weight that any head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
