@@ -7711,14 +7711,14 @@ TKVI_DOT_K4_(4, TKVI_COMMON4_)
 /* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
-                                     const int leveled, const int nw) {
+                                     const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
     const tkvi_fold *fold = d->fold;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (leveled) table = tkvi_levels_avx2(d->s->levels + tkvi_level_table(d->s, width, upper));
+    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
@@ -7735,7 +7735,7 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
                 u = c[1];
                 c[1] = e[0];
                 e[0] = u;
-                if (leveled) {
+                if (levels) {
                     TKVI_ROWS4_(TKVI_LEVELED4_)
                 } else {
                     TKVI_ROWS4_(TKVI_MAC4_)
@@ -7750,19 +7750,16 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
 
 /* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
 typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
-#define TKVI_SLAB4_(name, width, leveled, nw)                                                                \
+#define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
     static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
-        tkvi_dot_vs_avx2(d, skip, upper, at, width, leveled, nw);                                            \
+        tkvi_dot_vs_avx2(d, skip, upper, at, width, levels, nw);                                             \
     }
-TKVI_SLAB4_(1, d->width, 0, 1)
-TKVI_SLAB4_(2, d->width, 0, 2)
-TKVI_SLAB4_(4, d->width, 0, 4)
-TKVI_SLAB4_(4_of_2, 2, 0, 4)
-TKVI_SLAB4_(4_of_3, 3, 0, 4)
-TKVI_SLAB4_(4_of_4, 4, 0, 4)
-TKVI_SLAB4_(1_leveled, d->width, 1, 1)
-TKVI_SLAB4_(2_leveled, d->width, 1, 2)
-TKVI_SLAB4_(4_leveled, d->width, 1, 4)
+TKVI_SLAB4_(1, d->width, d->s->levels, 1)
+TKVI_SLAB4_(2, d->width, d->s->levels, 2)
+TKVI_SLAB4_(4, d->width, d->s->levels, 4)
+TKVI_SLAB4_(4_of_2, 2, NULL, 4)
+TKVI_SLAB4_(4_of_3, 3, NULL, 4)
+TKVI_SLAB4_(4_of_4, 4, NULL, 4)
 #undef TKVI_SLAB4_
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
@@ -7770,25 +7767,18 @@ TKVI_SLAB4_(4_leveled, d->width, 1, 4)
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
 
-static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot add) {
+static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
     int slab;
     for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        add(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
+        dot(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
 }
 
-static void tkvi_dot_v1_avx2(tkvi_products *d) {
-    tkvi_dot_slabs_avx2(d, d->s->levels ? tkvi_slab_1_leveled_avx2 : tkvi_slab_1_avx2);
-}
-
-static void tkvi_dot_v2_avx2(tkvi_products *d) {
-    tkvi_dot_slabs_avx2(d, d->s->levels ? tkvi_slab_2_leveled_avx2 : tkvi_slab_2_avx2);
-}
-
+static void tkvi_dot_v1_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_1_avx2); }
+static void tkvi_dot_v2_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_2_avx2); }
 static void tkvi_dot_v4_avx2(tkvi_products *d) {
     static const tkvi_slab_dot common[5] = {tkvi_slab_4_avx2, tkvi_slab_4_avx2, tkvi_slab_4_of_2_avx2,
                                             tkvi_slab_4_of_3_avx2, tkvi_slab_4_of_4_avx2};
-    if (d->s->levels) tkvi_dot_slabs_avx2(d, tkvi_slab_4_leveled_avx2);
-    else tkvi_dot_slabs_avx2(d, d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
+    tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
 }
 
 /* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
