@@ -18,7 +18,7 @@
 #ifndef TKVI_BUDGET_H
 #define TKVI_BUDGET_H
 
-#include "age.h"
+#include "drop.h"
 
 /* >>bytes */
 /* All that is held, but free pages that nobody keeps. */
@@ -52,7 +52,8 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t e
 }
 
 static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
-    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
+    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers +
+           tkvi_growth(kv->choice_cap, want, tkvi_choice_entry(&kv->tables.cfg));
 }
 
 static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
@@ -226,9 +227,11 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; or, `looser`, with the
- * tighter ones as large as it has them. */
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
+/* The same with all blocks that are looser than this level wants them where it wants them; also without those that
+ * eviction would give back for sure; or with the tighter ones as large as the level has them. */
+typedef enum tkvi_fate { TKVI_TIGHTEN, TKVI_TIGHTEN_AND_EVICT, TKVI_LOOSEN } tkvi_fate;
+
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -237,13 +240,16 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            for (i = list->sinks; i < list->n; i++) {
+            const int go = fate == TKVI_TIGHTEN_AND_EVICT ? list->sinks + tkvi_may_go(kv, seq, layer) : 0;
+            for (i = list->sinks; i < go; i++) slots[t->coding[kv->pool.block[ids[i]].coding].size_class]--;
+            for (; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
                 if (b->refs > 1) continue;
-                if (due == TKV_HOT && !looser) break;
-                if (looser ? !tkvi_tighter(kv, coding, b->coding) : !tkvi_tighter(kv, b->coding, coding))
+                if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
+                if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
+                                        : !tkvi_tighter(kv, b->coding, coding))
                     continue;
                 slots[t->coding[b->coding].size_class]--;
                 slots[t->coding[coding].size_class]++;
@@ -258,7 +264,12 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_
     int level;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, 0), extra);
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.evict.kind) { /* the last level, and the next resort */
+        const int last = kv->policy.cfg.max_level;
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     return *bytes <= budget;
@@ -315,7 +326,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const double budget = (double)kv->tables.cfg.budget_bytes;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0);
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSEN), 0);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -384,8 +395,8 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
-        if (kv->tables.level >= kv->policy.cfg.max_level) return 0;
-        tkvi_go_to_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        else if (!tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -403,6 +414,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
+    out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }
