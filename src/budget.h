@@ -3,7 +3,8 @@
  *
  *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
- *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
+ *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
+ *               config has a place for them, the oldest blocks go outside                     (tkvi_make_room)
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -124,7 +125,7 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -172,7 +173,8 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
-                n += b->refs == 1 && tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                n += b->refs == 1 && !tkvi_spilled(b) &&
+                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -182,12 +184,32 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
+    if (kv->store_failed)
+        st =
+            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
     kv->refused++;
     tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
 }
 
 /* >>levels */
+/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+static int tkvi_spill_oldest(tkv_cache *kv) {
+    int seq, layer, most = -1, of_seq = 0, of_layer = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs && kv->tables.cfg.spill.store; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const int i = tkvi_next_out(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= most) continue;
+            most = age;
+            of_seq = seq;
+            of_layer = layer;
+        }
+    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+}
+
 /* Another plan without a budget: what was reserved was counted by the old one. */
 static void tkvi_end_promises(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
@@ -226,9 +248,11 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; or, `looser`, with the
- * tighter ones as large as it has them. */
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
+/* The same with all blocks that are looser than this level wants them where it wants them; with those outside that may
+ * be; or with the tighter ones as large as it has them. */
+typedef enum tkvi_want { TKVI_TIGHT, TKVI_OUTSIDE, TKVI_LOOSER } tkvi_want;
+
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -237,13 +261,18 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            for (i = list->sinks; i < list->n; i++) {
+            for (i = list->sinks + list->out; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
-                if (b->refs > 1) continue;
-                if (due == TKV_HOT && !looser) break;
-                if (looser ? !tkvi_tighter(kv, coding, b->coding) : !tkvi_tighter(kv, b->coding, coding))
+                if (b->refs > 1 || tkvi_spilled(b)) continue;
+                if (want == TKVI_OUTSIDE && tkvi_may_spill(kv, seq, layer, i, r)) {
+                    slots[t->coding[b->coding].size_class]--;
+                    continue;
+                }
+                if (due == TKV_HOT && want != TKVI_LOOSER) break;
+                if (want == TKVI_LOOSER ? !tkvi_tighter(kv, coding, b->coding)
+                                        : !tkvi_tighter(kv, b->coding, coding))
                     continue;
                 slots[t->coding[b->coding].size_class]--;
                 slots[t->coding[coding].size_class]++;
@@ -255,10 +284,14 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, int looser) {
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    const int most = kv->policy.cfg.max_level + (kv->tables.cfg.spill.store != NULL);
     int level;
+    kv->store_failed = 0;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, 0), extra);
+    for (level = kv->tables.level; *bytes > budget && level <= most; level++) {
+        const int last = tkvi_min(level, kv->policy.cfg.max_level);
+        const size_t then =
+            tkvi_bytes_with(kv, tkvi_slots_at(kv, last, level > last ? TKVI_OUTSIDE : TKVI_TIGHT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     return *bytes <= budget;
@@ -315,7 +348,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const double budget = (double)kv->tables.cfg.budget_bytes;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, 1), 0);
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSER), 0);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -384,8 +417,11 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
-        if (kv->tables.level >= kv->policy.cfg.max_level) return 0;
-        tkvi_go_to_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->policy.cfg.max_level) {
+            tkvi_go_to_level(kv, kv->tables.level + 1);
+            continue;
+        }
+        if (!tkvi_spill_oldest(kv)) return 0;
     }
 }
 
@@ -403,6 +439,9 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
+    out->spilled = kv->spilled;
+    out->unstored = kv->unstored;
+    out->promoted = kv->promoted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }
