@@ -918,7 +918,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
  * the index stay in RAM (40 bytes or so a block and layer). They keep format and place: attention and tkv_read
- * fetch what they need of them, a side of a head at a time, and give the same bits as if they were in RAM. The
+ * fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
  * room gets TKV_ERR_BUDGET. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
@@ -12437,7 +12437,7 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 #define TKVI_PLAN_H
 
 
-/* A piece of what is stored outside (spill.h): one side of a record, F16 of 256 channels at most, and a hash. */
+/* A piece of what is stored outside (spill.h): a record or a side of one, F16 of 256 channels at most, and a hash. */
 #define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
 #define TKVI_SPILL_HASH 8u
 #define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
@@ -16155,13 +16155,13 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 /*
  * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
  *
- * A block goes out as it is coded, in pieces, one for each side of each KV head's record, so that attention fetches
- * what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of the key, the head, the
- * side, the start and the coding of the block, and of a mark that is another for each block that goes out: bytes
- * that are damaged, misplaced or of an earlier block of that number are found out.
+ * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
+ * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
+ * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     piece of head h, side s: at record[h].at + (s ? v_at : 0) + 8 * (2 h + s), side bytes, hash 8
+ *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
  *
  * Which blocks go and when: budget.h, promote.h. May call cache and below.
  */
@@ -16173,19 +16173,31 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 typedef struct tkvi_piece {
     uint32_t key;
     size_t at, bytes; /* in what is stored, without the hash */
+    size_t from;      /* in the block */
     uint64_t seed;
 } tkvi_piece;
 
+/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+typedef struct tkvi_room {
+    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+    uint32_t key; /* TKVI_NIL: none */
+    int head, part;
+} tkvi_room;
+
+/* Pieces of a record: 1 or 2. */
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
-                                uint16_t mark, int head, tkv_side side) {
+                                uint16_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     uint8_t text[20];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
-    p.at = r->at + (side == TKV_K ? 0 : r->v_at) + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)side);
-    p.bytes = side == TKV_K ? r->k.bytes : r->v.bytes;
+    p.from = r->at + (part ? r->v_at : 0);
+    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(text, p.key);
-    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)side);
+    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
     tkvi_store32(text + 12, (uint32_t)coding);
     tkvi_store32(text + 16, mark);
@@ -16223,17 +16235,18 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
     TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
-    const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-    int i, n = 2 * kv->tables.cfg.n_kv_heads;
-    for (i = 0; i < n; i++) {
-        const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, i / 2, (tkv_side)(i % 2));
-        memcpy(room, bytes + p.at - TKVI_SPILL_HASH * (size_t)i, p.bytes);
-        tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
-        if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
-        tkvi_drop_key(&kv->pool, id, what);
-        kv->unstored++;
-        return 0;
-    }
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int head, part;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
+            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
+            tkvi_drop_key(&kv->pool, id, what);
+            kv->unstored++;
+            return 0;
+        }
     return 1;
 }
 
@@ -16295,27 +16308,35 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
 }
 
 /* >>back */
-/* A piece of a block that is outside, in `room`. */
+/* A side of a head's record of a block that is outside, in `room`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
-                                           tkv_side side, uint8_t *room) {
+                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_piece p = what == TKVI_COPY
-                             ? tkvi_piece_of(kv, id, what, b->copy - 1, b->copy_mark, head, side)
-                             : tkvi_piece_of(kv, id, what, b->coding, b->slot, head, side);
+    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int part = side == TKV_V && tkvi_pieces(r) == 2;
+    const tkvi_piece p =
+        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
     uint8_t hash[TKVI_SPILL_HASH];
-    if (s->fetch(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
-    tkvi_spill_hash(p.seed, room, p.bytes, hash);
-    return memcmp(hash, room + p.bytes, TKVI_SPILL_HASH) ? TKV_ERR_DATA : TKV_OK;
+    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
+    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
+    room->key = TKVI_NIL;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
+    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    room->key = p.key;
+    room->head = head;
+    room->part = part;
+    return TKV_OK;
 }
 
-/* One side of a head's record, where it is or, from outside, in `room` (TKVI_SPILL_ROOM bytes). */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, uint8_t *room,
+/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
                                   const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    *bytes = room;
-    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room);
+    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
@@ -17775,8 +17796,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    tkvi_room room;
     int i, h;
+    room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -17793,11 +17815,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, room, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)
                 tkvi_values(&r->k, help, bytes, from - b->start, to - from, k + (row + (size_t)h) * dk,
                             heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, room, &bytes);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, help, bytes, from - b->start, to - from, v + (row + (size_t)h) * dv,
                             heads * dv);
@@ -17871,15 +17893,17 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
 /* All pieces of what is outside, into a slot of its coding. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
                                                  int coding, uint8_t *to) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkvi_coding *c = &kv->tables.coding[coding];
+    tkvi_room room;
     int i;
+    room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
     for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
-        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), room);
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
         if (st) return st;
-        memcpy(to + r->at + (i % 2 ? r->v_at : 0), room, i % 2 ? r->v.bytes : r->k.bytes);
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
     }
     return TKV_OK;
 }
@@ -18288,11 +18312,11 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen;    /* statistics of this layer are wanted (learn.h) */
-    int metric;    /* its queries are (metric.h) */
-    int meter;     /* the quality meter watches a head of it (meter.h) */
-    uint8_t *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
-    int *failed;   /* of all tasks: bits of tkvi_failure */
+    int listen;      /* statistics of this layer are wanted (learn.h) */
+    int metric;      /* its queries are (metric.h) */
+    int meter;       /* the quality meter watches a head of it (meter.h) */
+    tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
+    int *failed;     /* of all tasks: bits of tkvi_failure */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -18474,13 +18498,14 @@ static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_
 /* A side of a record that is outside. While it is looked for, the store may look for the next one. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
+    const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
         tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
-    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room);
-    if (!st) return u->call->room;
+    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+    if (!st) return bytes;
     tkvi_fail_call(u->call, st);
     return NULL;
 }
@@ -19308,10 +19333,11 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
 
 /* A task with room of its own for what it fetches. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    tkvi_room room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
-    c.room = room;
+    room.key = TKVI_NIL;
+    c.room = &room;
     w.call = &c;
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
@@ -19442,10 +19468,11 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t room[2][TKVI_SPILL_ROOM];
+    tkvi_room room[2];
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
     if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
         top = (double)c->p->sinks[head];
         any = 1;
@@ -19459,9 +19486,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_there(b, n);
-            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, room[0], &k);
+            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, room[1], &v);
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];

@@ -829,7 +829,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
  * the index stay in RAM (40 bytes or so a block and layer). They keep format and place: attention and tkv_read
- * fetch what they need of them, a side of a head at a time, and give the same bits as if they were in RAM. The
+ * fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
  * room gets TKV_ERR_BUDGET. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read

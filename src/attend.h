@@ -37,11 +37,11 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen;    /* statistics of this layer are wanted (learn.h) */
-    int metric;    /* its queries are (metric.h) */
-    int meter;     /* the quality meter watches a head of it (meter.h) */
-    uint8_t *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
-    int *failed;   /* of all tasks: bits of tkvi_failure */
+    int listen;      /* statistics of this layer are wanted (learn.h) */
+    int metric;      /* its queries are (metric.h) */
+    int meter;       /* the quality meter watches a head of it (meter.h) */
+    tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
+    int *failed;     /* of all tasks: bits of tkvi_failure */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -223,13 +223,14 @@ static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_
 /* A side of a record that is outside. While it is looked for, the store may look for the next one. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
+    const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
         tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
-    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room);
-    if (!st) return u->call->room;
+    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+    if (!st) return bytes;
     tkvi_fail_call(u->call, st);
     return NULL;
 }
@@ -1057,10 +1058,11 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
 
 /* A task with room of its own for what it fetches. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    tkvi_room room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
-    c.room = room;
+    room.key = TKVI_NIL;
+    c.room = &room;
     w.call = &c;
     if (!tkvi_failed(&c)) w.task(&w, index);
 }

@@ -9,7 +9,7 @@
 #include "dispatch.h"
 #include "evict.h"
 
-/* A piece of what is stored outside (spill.h): one side of a record, F16 of 256 channels at most, and a hash. */
+/* A piece of what is stored outside (spill.h): a record or a side of one, F16 of 256 channels at most, and a hash. */
 #define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
 #define TKVI_SPILL_HASH 8u
 #define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)

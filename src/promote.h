@@ -61,15 +61,17 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
 /* All pieces of what is outside, into a slot of its coding. */
 static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
                                                  int coding, uint8_t *to) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkvi_coding *c = &kv->tables.coding[coding];
+    tkvi_room room;
     int i;
+    room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
     for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
-        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), room);
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
         if (st) return st;
-        memcpy(to + r->at + (i % 2 ? r->v_at : 0), room, i % 2 ? r->v.bytes : r->k.bytes);
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
     }
     return TKV_OK;
 }

@@ -42,10 +42,11 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t room[2][TKVI_SPILL_ROOM];
+    tkvi_room room[2];
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
     if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
         top = (double)c->p->sinks[head];
         any = 1;
@@ -59,9 +60,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_there(b, n);
-            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, room[0], &k);
+            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, room[1], &v);
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];

@@ -679,8 +679,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    tkvi_room room;
     int i, h;
+    room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -697,11 +698,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, room, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)
                 tkvi_values(&r->k, help, bytes, from - b->start, to - from, k + (row + (size_t)h) * dk,
                             heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, room, &bytes);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, help, bytes, from - b->start, to - from, v + (row + (size_t)h) * dv,
                             heads * dv);

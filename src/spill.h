@@ -1,13 +1,13 @@
 /*
  * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
  *
- * A block goes out as it is coded, in pieces, one for each side of each KV head's record, so that attention fetches
- * what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of the key, the head, the
- * side, the start and the coding of the block, and of a mark that is another for each block that goes out: bytes
- * that are damaged, misplaced or of an earlier block of that number are found out.
+ * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
+ * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
+ * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     piece of head h, side s: at record[h].at + (s ? v_at : 0) + 8 * (2 h + s), side bytes, hash 8
+ *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
  *
  * Which blocks go and when: budget.h, promote.h. May call cache and below.
  */
@@ -20,19 +20,31 @@
 typedef struct tkvi_piece {
     uint32_t key;
     size_t at, bytes; /* in what is stored, without the hash */
+    size_t from;      /* in the block */
     uint64_t seed;
 } tkvi_piece;
 
+/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+typedef struct tkvi_room {
+    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+    uint32_t key; /* TKVI_NIL: none */
+    int head, part;
+} tkvi_room;
+
+/* Pieces of a record: 1 or 2. */
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
-                                uint16_t mark, int head, tkv_side side) {
+                                uint16_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     uint8_t text[20];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
-    p.at = r->at + (side == TKV_K ? 0 : r->v_at) + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)side);
-    p.bytes = side == TKV_K ? r->k.bytes : r->v.bytes;
+    p.from = r->at + (part ? r->v_at : 0);
+    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(text, p.key);
-    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)side);
+    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
     tkvi_store32(text + 12, (uint32_t)coding);
     tkvi_store32(text + 16, mark);
@@ -70,17 +82,18 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
     TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
-    const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-    int i, n = 2 * kv->tables.cfg.n_kv_heads;
-    for (i = 0; i < n; i++) {
-        const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, i / 2, (tkv_side)(i % 2));
-        memcpy(room, bytes + p.at - TKVI_SPILL_HASH * (size_t)i, p.bytes);
-        tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
-        if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
-        tkvi_drop_key(&kv->pool, id, what);
-        kv->unstored++;
-        return 0;
-    }
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int head, part;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
+            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
+            tkvi_drop_key(&kv->pool, id, what);
+            kv->unstored++;
+            return 0;
+        }
     return 1;
 }
 
@@ -142,27 +155,35 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
 }
 
 /* >>back */
-/* A piece of a block that is outside, in `room`. */
+/* A side of a head's record of a block that is outside, in `room`. */
 static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
-                                           tkv_side side, uint8_t *room) {
+                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_piece p = what == TKVI_COPY
-                             ? tkvi_piece_of(kv, id, what, b->copy - 1, b->copy_mark, head, side)
-                             : tkvi_piece_of(kv, id, what, b->coding, b->slot, head, side);
+    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int part = side == TKV_V && tkvi_pieces(r) == 2;
+    const tkvi_piece p =
+        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
     uint8_t hash[TKVI_SPILL_HASH];
-    if (s->fetch(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
-    tkvi_spill_hash(p.seed, room, p.bytes, hash);
-    return memcmp(hash, room + p.bytes, TKVI_SPILL_HASH) ? TKV_ERR_DATA : TKV_OK;
+    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
+    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
+    room->key = TKVI_NIL;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
+    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    room->key = p.key;
+    room->head = head;
+    room->part = part;
+    return TKV_OK;
 }
 
-/* One side of a head's record, where it is or, from outside, in `room` (TKVI_SPILL_ROOM bytes). */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, uint8_t *room,
+/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
                                   const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    *bytes = room;
-    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room);
+    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
