@@ -76,6 +76,7 @@
  *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
  *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
  *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
+ *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
  *          gives the sentence for the last mutating call.
@@ -128,6 +129,7 @@
 #define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
 #define tkv_abort TKV_NAME_(tkv_abort)
 #define tkv_adapt TKV_NAME_(tkv_adapt)
+#define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
@@ -151,9 +153,11 @@
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
+#define tkv_drop TKV_NAME_(tkv_drop)
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_evict TKV_NAME_(tkv_evict)
 #define tkv_evict_budgets TKV_NAME_(tkv_evict_budgets)
 #define tkv_evict_compact TKV_NAME_(tkv_evict_compact)
 #define tkv_evict_due TKV_NAME_(tkv_evict_due)
@@ -193,6 +197,7 @@
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
+#define tkv_pin TKV_NAME_(tkv_pin)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -474,13 +479,16 @@ typedef enum tkv_event_kind {
     TKV_EVENT_LEVEL = 0, /* the cache went from level `from` to level `to` */
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
+    TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
     tkv_event_kind kind;
-    int layer, from, to; /* what does not apply is -1 */
-    size_t bytes;        /* of LEVEL: in use */
-    const char *text;    /* a sentence, valid during the call */
+    int seq, layer, from, to; /* what does not apply is -1 */
+    size_t bytes;             /* of LEVEL: in use */
+    const int *positions;     /* of EVICT: n of them, rising, valid during the call */
+    int n;
+    const char *text; /* a sentence, valid during the call */
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
@@ -760,10 +768,12 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
 typedef struct tkv_tier_info {
-    int tokens[TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum and `dropped` make the length */
+    int tokens
+        [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, `dropped` and `evicted` make the length */
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
     int spilled; /* blocks outside RAM; they count in their tier as well */
+    int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
 } tkv_tier_info;
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
@@ -892,7 +902,8 @@ typedef struct tkv_budget_info {
     uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
     uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
     uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
-    uint64_t pending;                 /* blocks that the present level would still recode. O(blocks) */
+    uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
 /* Another budget from now on; a lower one tightens at once. 0: none, the static plan of the present level; not for
@@ -1233,6 +1244,35 @@ typedef struct tkv_evict_budget {
 } tkv_evict_budget;
 /* out[n_layers]. TKV_ERR_ARG: a number is out of range. O(n_layers). */
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
+
+/* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
+ * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
+ * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
+ * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
+ *
+ * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
+ * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
+ * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
+ * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+typedef struct tkv_evict_params { /* zero means default */
+    int seq;
+    int layer;                     /* TKV_NONE: all of them */
+    const tkv_evict_config *evict; /* NULL: cfg.evict */
+    int keep; /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
+    /* NULL, or by position, as many as the sequence is long: */
+    const uint64_t *pinned;
+    const signed char *priority;
+    const float *scores; /* in the place of what the cache knows; high ones stay */
+} tkv_evict_params;
+/* Now: at the end of a prompt, say (SnapKV). TKV_ERR_STATE: a step is open, or there is no cfg.evict;
+ * TKV_ERR_NONFINITE: a score is no number. An error changes nothing. O(tokens), and coding of blocks that join. */
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
+/* Drops the tokens of these bits (by position, n of them) but for pinned ones. layer TKV_NONE: of all layers. */
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
+/* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* Bits of those of tokens start .. start+n-1 that are there. */
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
 /* >>rematerialization: what may be dropped because it can be computed again. Keys and values of tokens a to b - 1 in
  * the first `layers` layers, everything before them being there, cost
@@ -11872,31 +11912,44 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
 
 /* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
  * between key and anchor, negated, and here its mean over the KV heads. */
+static void tkvi_add_direction(const float *k, int dim, double *anchor) {
+    const double norm = tkvi_key_norm(k, dim);
+    int c;
+    for (c = 0; norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
+}
+
+static double tkvi_anchor_length(const double *x, int dim) {
+    double sum = 0.0;
+    int c;
+    for (c = 0; c < dim; c++) sum += x[c] * x[c];
+    return sqrt(sum);
+}
+
+/* The cosine; length: the anchor's. What is not finite stays so. */
+static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
+    const double norm = tkvi_key_norm(k, dim) * length;
+    if (!tkvi_is_finite((float)norm)) return (float)norm;
+    return norm > 0.0 ? (float)(tkvi_key_dot(k, anchor, dim) / norm) : 0.0f;
+}
+
 static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
                                  float *out) {
-    double anchor[TKV_MAX_HEAD_DIM];
+    double anchor[TKV_MAX_HEAD_DIM], length;
     const int dim = v->head_dim;
-    int h, i, c;
+    int h, i;
     (void)cfg;
     (void)recent;
     for (i = 0; i < v->n; i++) out[i] = 0.0f;
     for (h = 0; h < v->n_kv_heads; h++) {
-        double size = 0.0;
-        for (c = 0; c < dim; c++) anchor[c] = 0.0;
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) : 0.0;
-            for (c = 0; k && norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
-        }
-        for (c = 0; c < dim; c++) size += anchor[c] * anchor[c];
-        size = sqrt(size);
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) * size : 0.0;
-            if (!k) continue;
-            if (!tkvi_is_finite((float)norm)) out[i] = (float)norm;
-            if (norm > 0.0) out[i] -= (float)(tkvi_key_dot(k, anchor, dim) / norm / v->n_kv_heads);
-        }
+        memset(anchor, 0, sizeof anchor);
+        for (i = 0; i < v->n; i++)
+            if (tkvi_is_alive(v, i))
+                tkvi_add_direction(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), dim, anchor);
+        length = tkvi_anchor_length(anchor, dim);
+        for (i = 0; i < v->n; i++)
+            if (tkvi_is_alive(v, i))
+                out[i] -= tkvi_likeness(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
+                          (float)v->n_kv_heads;
     }
 }
 
@@ -14302,6 +14355,7 @@ typedef struct tkvi_block {
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block */
     uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint64_t pinned;    /* bits: they stay */
     int step;           /* when that was last added to */
 } tkvi_notes;
 
@@ -14935,6 +14989,11 @@ struct tkv_cache {
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    /* what is dropped (drop.h) */
+    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
+    uint32_t choice_cap; /* of blocks */
+    uint64_t evicted, merged;
+    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -14995,6 +15054,26 @@ static uint64_t tkvi_there(const tkvi_block *b, int slots) {
 static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+}
+
+/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
+static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+
+/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
+ * returns the place behind them. */
+static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
+    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
+    const uint64_t pinned = b->pinned;
+    int t;
+    if (at == 0) a->pinned = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(there >> t & 1)) continue;
+        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->mass[at] = b->mass[t];
+        a->pinned |= (pinned >> t & 1) << at;
+        at++;
+    }
+    return at;
 }
 
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
@@ -15061,11 +15140,26 @@ static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, i
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
+    e.seq = -1;
     e.layer = layer;
     e.from = from;
     e.to = to;
     e.bytes = bytes;
     e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_EVICT;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = e.to = -1;
+    e.positions = positions;
+    e.n = n;
+    e.text = "tokens were dropped";
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
@@ -15254,6 +15348,11 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
     return n;
 }
 
+/* >>the choice among the tokens of a list (drop.h): bytes for each block */
+#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+
 /* >>life */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
@@ -15302,8 +15401,23 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_heard_put(kv);
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+}
+
+/* >>room for the choice; what is in it is of no use any more */
+static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
+    size_t bytes;
+    uint8_t *bigger;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    kv->choice = bigger;
+    kv->choice_cap = cap;
+    return 1;
 }
 
 /* >>block lists of a sequence: room for `want` blocks per layer */
@@ -15312,6 +15426,7 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     uint32_t cap = tkvi_cap_for(want), *bigger;
     size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
     size_t l;
+    if (!tkvi_grow_choice(kv, cap)) return 0;
     if (cap <= s->cap) return 1;
     if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
     bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
@@ -15361,6 +15476,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
         !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
         return TKV_ERR_CONFIG;
@@ -15417,6 +15533,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
@@ -16387,8 +16504,23 @@ static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int layer, start, tokens;
+    int layer, start;
+    uint64_t there; /* of its tokens: the others are left out */
 } tkvi_recoding;
+
+/* Keys or values of the tokens of these bits, one behind the other; returns how many. */
+static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const uint8_t *bytes,
+                          uint64_t there, float *out, size_t stride) {
+    int t = 0, n = 0;
+    while (t < TKVI_BLOCK && there >> t) {
+        int run = 0;
+        while (t + run < TKVI_BLOCK && there >> (t + run) & 1) run++;
+        if (run) tkvi_values(side, help, bytes, t, run, out + (size_t)n * stride, stride);
+        n += run;
+        t += tkvi_max(run, 1);
+    }
+    return n;
+}
 
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
@@ -16396,16 +16528,16 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_helpers *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
-    int h;
+    int h, n;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
         tkvi_side to_k = b->k;
         to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
         to_k.start = r->start;
-        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
-        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
-        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
-        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
+        n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
+        (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
+        tkvi_encode_side(&to_k, help, k, dk, n, dst + b->at);
+        tkvi_encode_side(&b->v, help, v, dv, n, dst + b->at + b->v_at);
     }
 }
 
@@ -16428,6 +16560,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
+    int packs;
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
@@ -16438,21 +16571,35 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         return;
     }
     tkvi_keep_exact(kv, seq, layer, b);
-    tkvi_keep_copy(kv, layer, id);
     kv->demoted++;
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.tokens = tkvi_block_tokens(kv, list, ids, i);
+    r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    packs = b->gone && r.there && !tkvi_binds(kv);
+    if (packs) {
+        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+    } else {
+        r.there |= b->gone; /* they keep their places */
+        tkvi_keep_copy(kv, layer, id);
+    }
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        if (kv->pool.notes) kv->pool.notes[ids[i]] = kv->pool.notes[id];
+        kv->pool.block[ids[i]].gone = b->gone;
+        kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);
     } else {
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+    }
+    if (packs) {
+        b = &kv->pool.block[ids[i]];
+        b->packed = tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->gone = 0;
     }
 }
 
@@ -16524,6 +16671,441 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
 }
 
 #endif /* TKVI_AGE_H */
+/* ======== drop.h ======== */
+/*
+ * drop.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses (evict.h), and blocks
+ * give up what they can: a mask says who is gone, and neighbours whose rest fits into one block become one.
+ *
+ *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
+ *     gone        . x x .   x x x .   . x . .
+ *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
+ *
+ * Positions stay what they were: a packed block lists them (tkvi_notes.where). A block of which nothing is left goes,
+ * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
+ * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
+ */
+#ifndef TKVI_DROP_H
+#define TKVI_DROP_H
+
+
+#define TKVI_MASS_UNIT 9.5367431640625e-7f /* of notes' mass: 2^-20 */
+
+/* >>what there is */
+static int tkvi_bits_in(uint64_t x) {
+    int n = 0;
+    for (; x; x &= x - 1) n++;
+    return n;
+}
+
+static uint64_t tkvi_there_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+}
+
+/* Tokens of a list that are not gone. */
+static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, n = 0;
+    for (i = 0; i < list->n; i++)
+        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_there_in(kv, list, ids, i))
+                                         : tkvi_block_tokens(kv, list, ids, i);
+    return n;
+}
+
+/* The block that covers a position; -1: none does. */
+static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    int low = 0, high = list->n;
+    if (position >= list->len) return -1;
+    while (low < high) { /* the first that begins behind it */
+        const int mid = low + (high - low) / 2;
+        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
+        else low = mid + 1;
+    }
+    return low - 1;
+}
+
+/* Tokens of positions start .. start + n - 1 that are not gone. */
+static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
+    int i, t, found = 0;
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        if (tkvi_block_start(kv, ids, i) >= start + n) break;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1) {
+                const int at = tkvi_at(kv, ids[i], t);
+                found += at >= start && at < start + n;
+            }
+    }
+    return found;
+}
+
+/* The place of a position in the block that covers it; -1: it is gone. */
+static int tkvi_slot_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                        int position) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    int t = 0;
+    if (!b->packed) t = position - b->start;
+    else
+        while (t < n && tkvi_at(kv, ids[i], t) < position) t++;
+    return t < n && tkvi_at(kv, ids[i], t) == position && !(b->gone >> t & 1) ? t : -1;
+}
+
+/* >>blocks that give up places */
+/* Block i lists its positions, so that those behind it may go. */
+static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    int t;
+    if (b->packed) return;
+    b->packed = tkvi_block_tokens(kv, list, ids, i);
+    for (t = 0; t < b->packed; t++) kv->pool.notes[ids[i]].where[t] = (uint16_t)t;
+}
+
+/* The meter has no copy of this block any more. */
+static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, a;
+    if (!kv->meter || kv->meter->seq != seq) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        for (a = 0; a < g->n && g->layer == layer; a++)
+            if (g->start[a] == start) tkvi_gauge_drop(g, a);
+    }
+}
+
+/* Block i leaves its list. */
+static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int coded = i - list->sinks;
+    tkvi_forget_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+    tkvi_release_block(&kv->pool, ids[i]);
+    if (coded < 0) list->sinks--;
+    else if (coded < list->archive) list->archive--;
+    else if (coded < list->archive + list->warm) list->warm--;
+    if (coded >= 0 && coded < list->tight) list->tight--;
+    if (coded >= 0 && coded < list->tightest) list->tightest--;
+    if (coded >= 0 && coded < list->out) list->out--;
+    list->n--;
+    memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
+}
+
+/* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
+static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
+    if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
+    tkvi_unlist(kv, seq, layer, i);
+    return 1;
+}
+
+/* Can the tokens of block i and of the next one live in one of its format? Both are of one tier, and not the last. */
+static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_coding *c = &kv->tables.coding[a->coding];
+    if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
+    if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
+    if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
+    return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
+               tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
+           TKVI_BLOCK;
+}
+
+/* Block i takes in what is left of the next one. */
+static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_helpers *help = kv->kernels->helpers;
+    tkvi_block *a = &kv->pool.block[ids[i]];
+    const tkvi_block *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_there_in(kv, list, ids, i), there = tkvi_there_in(kv, list, ids, i + 1);
+    const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    uint8_t *to = tkvi_block_bytes(&kv->pool, a);
+    const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
+        const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
+        tkvi_side to_k = r->k;
+        int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
+        (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
+        (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
+        n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
+        to_k.feedback = tkvi_feedback_of(kv, layer, h);
+        to_k.start = a->start;
+        tkvi_encode_side(&to_k, help, k, dk, n, to + r->at);
+        tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
+    }
+    a->packed = tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->gone = 0;
+    tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_copy(&kv->pool, ids[i]);
+    tkvi_unlist(kv, seq, layer, i + 1);
+    kv->merged++;
+}
+
+/* After tokens have gone: what is empty goes, neighbours join. */
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i + 1 < list->n; i++)
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_there_in(kv, list, ids, i) &&
+            tkvi_drop_block(kv, seq, layer, i))
+            i--;
+    for (i = list->sinks; i + 1 < list->n; i++)
+        while (i + 1 < list->n && tkvi_may_merge(kv, list, ids, i)) tkvi_merge_blocks(kv, seq, layer, i);
+}
+
+/* >>the choice. Arrays over the tokens that are there, oldest first. */
+typedef struct tkvi_choice {
+    uint64_t *pinned, *victims;
+    int *position;
+    float *value, *score;
+    signed char *priority;
+    int n;
+} tkvi_choice;
+
+static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
+    const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
+    tkvi_choice c;
+    c.pinned = (uint64_t *)(void *)kv->choice;
+    c.victims = c.pinned + blocks;
+    c.position = (int *)(void *)(c.victims + blocks);
+    c.value = (float *)(void *)(c.position + tokens);
+    c.score = c.value + tokens;
+    c.priority = (signed char *)(void *)(c.score + tokens);
+    c.n = 0;
+    return c;
+}
+
+/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const uint8_t *bytes;
+    tkvi_room room;
+    room.key = TKVI_NIL;
+    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
+        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
+    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+}
+
+/* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
+static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, t, n = tkvi_bits_in(there);
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        tkvi_keys_of(kv, id, h, there, kv->recode);
+        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
+    }
+}
+
+/* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
+static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, float *out,
+                           int n) {
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, i, t, pass, count, at;
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        double anchor[TKV_MAX_HEAD_DIM], length = 0.0;
+        memset(anchor, 0, sizeof anchor);
+        for (pass = 0; pass < 2; pass++) {
+            for (i = 0, at = 0; i < list->n; i++, at += count) {
+                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                count = tkvi_bits_in(there);
+                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
+                for (t = 0; t < count; t++)
+                    if (pass)
+                        out[at + t] -=
+                            tkvi_likeness(kv->recode + t * dim, anchor, length, dim) / (float)heads;
+                    else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
+            }
+            length = tkvi_anchor_length(anchor, dim);
+        }
+    }
+}
+
+/* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
+static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
+                                tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_view v;
+    int i, t;
+    *c = tkvi_choice_of(kv);
+    memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const float unit = needs & TKV_EVICT_NEEDS_LOWS ? 1.0f : TKVI_MASS_UNIT;
+        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            int at;
+            if (!(there >> t & 1)) continue;
+            at = tkvi_at(kv, ids[i], t);
+            c->position[c->n] = at;
+            if (!(needs & TKV_EVICT_NEEDS_NORMS))
+                c->value[c->n] = p && p->scores ? p->scores[at] : (float)notes->mass[t] * unit;
+            c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+                (p && p->pinned && tkvi_has(p->pinned, at)))
+                tkvi_mark(c->pinned, c->n);
+            c->n++;
+        }
+    }
+    memset(&v, 0, sizeof v);
+    v.n = c->n;
+    v.position = c->position;
+    v.pinned = c->pinned;
+    v.priority = c->priority;
+    v.mass = v.observed = v.last = v.norms = v.lows = v.scores = c->value;
+    return v;
+}
+
+/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
+    int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
+    tkv_evict_budget b;
+    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        if (i == layer) mine = n;
+        n += kv->tables.plan[i].stored == i;
+    }
+    memset(&b, 0, sizeof b);
+    b.shape = TKV_EVICT_PYRAMID;
+    b.n_layers = n;
+    b.total = (int64_t)n * keep;
+    b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
+    b.window = cfg->recent_tokens;
+    return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
+}
+
+/* The tokens at these places of a view go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, at = 0, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+    }
+    for (i = 0; i < c->n; i++)
+        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
+    kv->evicted += (uint64_t)gone;
+    tkvi_close_ranks(kv, seq, layer);
+    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
+}
+
+/* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
+static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                             const tkv_evict_params *p, int keep, int really) {
+    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    tkvi_choice c;
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_status st;
+    if (needs & TKV_EVICT_NEEDS_KEYS)
+        tkvi_differing(kv, tkvi_list_of(kv, seq, layer), tkvi_ids(kv, seq, layer), c.score, c.n);
+    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
+    if (!st && really) tkvi_let_go(kv, seq, layer, &c);
+    return st;
+}
+
+/* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
+    tkv_evict_config oldest = kv->tables.cfg.evict;
+    if (tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1) == TKV_OK) return;
+    oldest.kind = TKV_EVICT_SLIDING;
+    (void)tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1);
+}
+
+/* Before n more tokens come: does the layer have more than it may keep? */
+static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int count, due;
+    if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
+    count = tkvi_count(kv, seq, layer);
+    due = tkv_evict_due(&cfg->evict, count, n, tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens));
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, count - due);
+}
+
+/* >>under a budget that no level holds: the next resort */
+/* Tokens of a list that stay in any case: those outside take no bytes. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_config cfg;
+    int64_t n;
+    int i;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    for (i = 0; i < list->n; i++)
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
+                                                                : kv->pool.notes[ids[i]].pinned);
+    return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
+}
+
+/* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
+ * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
+ * are not merged at all. */
+static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, stretches = 1, stays = tkvi_binds(kv), key = -1, out = 0, tokens_out = 0;
+    for (i = list->sinks; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        stretches += kv->tables.coding[b->coding].key != key ||
+                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
+        key = kv->tables.coding[b->coding].key;
+        stays |= b->refs > 1;
+        if (!tkvi_spilled(b)) continue;
+        out++;
+        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        key = -1;
+    }
+    if (stays) return list->n;
+    return tkvi_min(list->n, list->sinks + out + stretches +
+                                 2 * (tkvi_stay_of(kv, seq, layer) - tokens_out) / TKVI_BLOCK);
+}
+
+/* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
+static int tkvi_may_go(const tkv_cache *kv, int seq, int layer) {
+    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
+    return tkvi_list_of(kv, seq, layer)->n - tkvi_rest_of(kv, seq, layer);
+}
+
+/* A batch of tokens goes from the list that has most to give. 0: none has. */
+static int tkvi_evict_some(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
+        for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
+            const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer) : 0;
+            if (spare <= most) continue;
+            most = spare;
+            of_seq = seq;
+            of_layer = layer;
+            count = n;
+        }
+    kv->for_bytes = 1;
+    if (most > 0)
+        tkvi_evict_surely(kv, of_seq, of_layer,
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
+    kv->for_bytes = 0;
+    return most > 0;
+}
+
+#endif /* TKVI_DROP_H */
 /* ======== budget.h ======== */
 /*
  * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
@@ -16579,7 +17161,8 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t e
 }
 
 static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
-    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
+    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers +
+           tkvi_growth(kv->choice_cap, want, tkvi_choice_entry(&kv->tables.cfg));
 }
 
 static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
@@ -16722,7 +17305,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
 static int tkvi_spill_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs && kv->tables.cfg.spill.store; seq++)
+    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const int i = tkvi_next_out(kv, seq, layer);
             int age;
@@ -16774,11 +17358,16 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; with those outside that may
- * be; or with the tighter ones as large as it has them. */
-typedef enum tkvi_want { TKVI_TIGHT, TKVI_OUTSIDE, TKVI_LOOSER } tkvi_want;
+/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
+ * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+typedef enum tkvi_fate {
+    TKVI_TIGHTEN,
+    TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_EVICT,
+    TKVI_LOOSEN
+} tkvi_fate;
 
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -16787,17 +17376,19 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
+            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
             for (i = list->sinks + list->out; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
                 if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (want == TKVI_OUTSIDE && tkvi_may_spill(kv, seq, layer, i, r)) {
+                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
                     slots[t->coding[b->coding].size_class]--;
+                    go--;
                     continue;
                 }
-                if (due == TKV_HOT && want != TKVI_LOOSER) break;
-                if (want == TKVI_LOOSER ? !tkvi_tighter(kv, coding, b->coding)
+                if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
+                if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
                                         : !tkvi_tighter(kv, b->coding, coding))
                     continue;
                 slots[t->coding[b->coding].size_class]--;
@@ -16810,14 +17401,20 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
-    const int most = kv->policy.cfg.max_level + (kv->tables.cfg.spill.store != NULL);
+    const int last = kv->policy.cfg.max_level;
     int level;
     kv->store_failed = 0;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= most; level++) {
-        const int last = tkvi_min(level, kv->policy.cfg.max_level);
-        const size_t then =
-            tkvi_bytes_with(kv, tkvi_slots_at(kv, last, level > last ? TKVI_OUTSIDE : TKVI_TIGHT), extra);
+    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.evict.kind) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     return *bytes <= budget;
@@ -16874,7 +17471,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const double budget = (double)kv->tables.cfg.budget_bytes;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSER), 0);
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSEN), 0);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -16943,11 +17540,8 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
-        if (kv->tables.level < kv->policy.cfg.max_level) {
-            tkvi_go_to_level(kv, kv->tables.level + 1);
-            continue;
-        }
-        if (!tkvi_spill_oldest(kv)) return 0;
+        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -16968,6 +17562,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
+    out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }
@@ -17139,6 +17734,7 @@ static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -17325,6 +17921,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
+            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -17346,10 +17944,16 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
     int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
-        const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
+        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        tkvi_block *b = &kv->pool.block[id];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        int at = list->len - b->start;
+        const int at = list->len - b->start;
+        if (kv->pool.notes) { /* a place of a token that was cut off */
+            b->gone &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].mass[at] = 0;
+        }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
@@ -17519,8 +18123,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
-        if (!kv->seq[rows[i].seq].in_step)
+        if (!kv->seq[rows[i].seq].in_step) {
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer, rows[i].n);
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+        }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
@@ -17622,6 +18228,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
         list->step_len = list->chunk = list->len;
     }
     kv->seq[seq].in_step = 1;
@@ -17657,6 +18264,14 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
+    if (list->n > 0) { /* of a packed block some positions are cut off; one without any says so by a bit */
+        tkvi_block *b = &kv->pool.block[ids[list->n - 1]];
+        while (b->packed > 1 && tkvi_at(kv, ids[list->n - 1], b->packed - 1) >= len) b->packed--;
+        if (b->packed && tkvi_at(kv, ids[list->n - 1], 0) >= len) {
+            kv->pool.notes[ids[list->n - 1]].where[0] = 0;
+            b->gone |= 1;
+        }
+    }
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -17806,23 +18421,25 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    for (i = 0; i < list->n; i++) {
+    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
-        size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const int slot =
+            from < to ? tkvi_slot_at(kv, list, ids, i, from) : 0; /* the others follow: none is gone */
+        if (from >= to) break;
         for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)
-                tkvi_values(&r->k, help, bytes, from - b->start, to - from, k + (row + (size_t)h) * dk,
-                            heads * dk);
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
             if (v && !st)
-                tkvi_values(&r->v, help, bytes, from - b->start, to - from, v + (row + (size_t)h) * dv,
-                            heads * dv);
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }
@@ -17830,6 +18447,118 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 }
 
 #endif /* TKVI_SEQUENCE_H */
+/* ======== keep.h ======== */
+/*
+ * keep.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
+ * sequence, drop and below.
+ */
+#ifndef TKVI_KEEP_H
+#define TKVI_KEEP_H
+
+
+static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
+    if (!kv) return TKV_ERR_ARG;
+    if (seq < 0 || seq >= kv->tables.cfg.max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
+    if (layer < TKV_NONE || layer >= kv->tables.cfg.n_layers ||
+        (layer >= 0 && kv->tables.plan[layer].stored != layer))
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer with a cache of its own", layer, "");
+    if (!kv->pool.tables->cfg.evict.kind)
+        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
+    const tkv_evict_config *cfg;
+    tkv_evict_config full;
+    tkv_status st;
+    int layer, pass, keep;
+    if (!kv || !p) return TKV_ERR_ARG;
+    st = tkvi_evictable(kv, p->seq, p->layer);
+    if (st) return st;
+    cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    if (keep < 1)
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+    if (!tkvi_evict_fill(cfg, &full))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
+             layer++) {
+            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            st = tkvi_evict(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), pass);
+            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+        }
+    tkvi_settle(kv, p->seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+    tkv_status st = tkvi_evictable(kv, seq, layer);
+    int l, i;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !victims))
+        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
+        (void)tkvi_look(kv, seq, l, NULL, 0, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_let_go(kv, seq, l, &c);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+    int layer, i, t;
+    if (st) return st;
+    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, tkvi_min(start, list->len - 1))); i < list->n; i++)
+            for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
+                uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
+                const int at = tkvi_at(kv, ids[i], t);
+                if (at < start || at >= start + n) continue;
+                if (pinned) *bits |= (uint64_t)1 << t;
+                else *bits &= ~((uint64_t)1 << t);
+            }
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, t;
+    if (!kv || seq < 0 || seq >= kv->tables.cfg.max_seqs || layer < 0 || layer >= kv->tables.cfg.n_layers ||
+        kv->tables.plan[layer].stored < 0 || start < 0 || n < 0 || (n > 0 && !mask))
+        return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            if (at >= 0 && at < n) tkvi_mark(mask, at);
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_KEEP_H */
 /* ======== promote.h ======== */
 /*
  * promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept (spill.h). What
@@ -17921,7 +18650,9 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    for (i = list->n - 1; tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i) > position;) i--;
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    if (i < 0 || tkvi_slot_at(kv, list, tkvi_ids(kv, seq, layer), i, position) < 0)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
     what = b->copy && b->copy - 1 != b->coding ? TKVI_COPY : TKVI_ITSELF;
@@ -18527,14 +19258,13 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
     if (last < 0) return;
     from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
-        int block = i < 2 ? from : last, start = tkvi_block_start(u->call->kv, u->ids, block);
-        int end = tkvi_block_end(u->call->kv, u->list, u->ids, block);
+        int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
-                    i == 0 ? 0 : end - 1 - start - (i == 1 && from == last && end - start > 2), 1, key[i], 0);
+                    i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
@@ -18584,28 +19314,44 @@ static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
 }
 
 /* >>scores of one block, with everything that changes or hides them */
-static void tkvi_modify(const tkvi_unit *u, int r, float origin, int start, int n, float *s) {
+/* Positions of the tokens of block i; slots without one are in the future for ever. */
+static void tkvi_places(const tkvi_unit *u, int i, int *at) {
+    const tkv_cache *kv = u->call->kv;
+    const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
+    const uint64_t there = tkvi_there(&kv->pool.block[u->ids[i]], n);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
+}
+
+/* Does block i have tokens that some rows do not see, or places without one? */
+static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
+    const tkv_cache *kv = u->call->kv;
+    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
+           tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
+}
+
+/* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
+static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
-    int query = tkvi_query_of(u, r), at = tkvi_position(u, query), low, high, t;
-    int row = u->seq_row + query, bits_from = u->list->len - p->mask_bits_n;
-    tkvi_visible(u, query, &low, &high);
-    if (p->softcap > 0.0f)
-        for (t = 0; t < n; t++) s[t] = p->softcap * tanhf((s[t] + origin) / p->softcap);
-    if (p->alibi)
-        for (t = 0; t < n; t++) s[t] += p->alibi[tkvi_head_of(u, r)] * (float)(start + t - at);
-    if (p->mask)
-        for (t = 0; t < n; t++) {
-            float m = p->mask[row * u->call->mask_stride + start + t];
-            s[t] = m > TKVI_HIDDEN ? s[t] + (m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN) : TKVI_HIDDEN;
-        }
-    if (p->mask_bits)
-        for (t = tkvi_max(0, bits_from - start); t < n; t++) {
-            int bit = start + t - bits_from;
-            if (!(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1)) s[t] = TKVI_HIDDEN;
-        }
-    for (t = 0; t < n && start + t < low; t++) s[t] = TKVI_HIDDEN;
-    for (t = tkvi_max(0, high - start); t < n; t++) s[t] = TKVI_HIDDEN;
-    for (t = n; t < TKVI_BLOCK; t++) s[t] = TKVI_HIDDEN;
+    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
+    if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
+    if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->mask) {
+        const float m = p->mask[row * u->call->mask_stride + j];
+        if (!(m > TKVI_HIDDEN)) return TKVI_HIDDEN;
+        s += m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+    }
+    if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1))
+        return TKVI_HIDDEN;
+    return s;
+}
+
+static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
+    int low, high, t;
+    tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    for (t = 0; t < TKVI_BLOCK && u->changes; t++)
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
 /* Where the record of the block after i begins, for prefetching; NULL after the last. */
@@ -18626,13 +19372,15 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
-                                          rec->k.order ? q->sorted : q->q,
-                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-                                          end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    if (u->changes || end - start < TKVI_BLOCK || start < u->all_low || end > u->all_high)
-        for (r = 0; r < u->rows; r++)
-            tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
+    kv->kernels->k[rec->k.format->stored](
+        &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
+        rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+    if (u->changes || tkvi_is_ragged(u, i, start, end)) {
+        int at[TKVI_BLOCK];
+        tkvi_places(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+    }
     return 1;
 }
 
@@ -18804,7 +19552,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
         if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
-        copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
+        copied = tkvi_gauge_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
             if (!rows[r].sampled) continue;
@@ -18859,15 +19607,18 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
     memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
     for (i = 0; i < u->list->n; i++) {
-        int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_end(kv, u->list, u->ids, i) - start,
-            any = 0;
+        const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
+        int any = 0, at[TKVI_BLOCK];
         const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
-        const tkvi_record *rec = copy ? exact : tkvi_record_of(u, i, &bytes);
+        const tkvi_record *rec;
+        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
+        rec = copy ? exact : tkvi_record_of(u, i, &bytes);
         if (!tkvi_block_scores(u, q, i, cached)) continue;
         if (copy) {
             bytes = copy;
             kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
-            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], start, n, scores + r * TKVI_BLOCK);
+            tkvi_places(u, i, at);
+            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
         } else {
             memcpy(scores, cached, sizeof scores);
         }
@@ -19092,28 +19843,30 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, 
     }
 }
 
-/* Which tokens of a block lanes see; 0 if all lanes see all. */
-static int tkvi_see_lanes(const tkvi_unit *u, int start, int end, int32_t *low, int32_t *high) {
+/* Which tokens of block i lanes see; 0 if all lanes see all. */
+static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t *low, int32_t *high) {
+    const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
-    if (!u->changes && end - start == TKVI_BLOCK && start >= u->all_low && end <= u->all_high) return 0;
+    if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
     memset(low, 0, TKVI_MANY * sizeof *low);
     memset(high, 0, TKVI_MANY * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = from - start;
-        high[r] = tkvi_min(to, end) - start;
+        low[r] = packed ? 0 : from - start; /* scores of a packed block say themselves what is hidden */
+        high[r] = packed ? packed : tkvi_min(to, end) - start;
     }
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int start, int n,
-                                            int lanes, float *scores) {
-    int r, t;
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int i, int lanes,
+                                            float *scores) {
+    int at[TKVI_BLOCK], r, t;
+    tkvi_places(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_modify(u, r, origin[r], start, n, s);
+        tkvi_modify(u, r, origin[r], at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
@@ -19162,18 +19915,19 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
+            const tkvi_block *b = &kv->pool.block[u->ids[i]];
+            const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise),
-                    scores);
-            if (u->changes) tkvi_modify_lanes(u, sums->origin, start, end - start, lanes, scores);
-            w.low = tkvi_see_lanes(u, start, end, low, high) ? low : NULL;
+            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
+            w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
             w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, end - start,
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
@@ -19309,15 +20063,17 @@ static void tkvi_run_mass(void *ctx, int index) {
         if (index * TKVI_MASS_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
         for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
-            float *mass = c->p->mass + u.item * c->mass_stride + tkvi_block_start(c->kv, u.ids, i);
+            float *mass = c->p->mass + u.item * c->mass_stride;
+            int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
+            tkvi_places(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
-                    if (!TKVI_IS_HIDDEN(s[t])) mass[t] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+                    if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
             }
         }
     }
@@ -19576,11 +20332,12 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        out->tokens[tier] += tkvi_block_tokens(kv, list, ids, i);
+        out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
+    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
     return TKV_OK;
 }
 
@@ -19593,7 +20350,8 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    for (i = list->n - 1; tkvi_block_start(kv, ids, i) > token;) i--;
+    i = tkvi_block_at(kv, list, ids, token);
+    if (i < 0 || tkvi_slot_at(kv, list, ids, i, token) < 0) return TKV_ERR_RANGE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -19703,7 +20461,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_block_tokens(kv, list, ids, i), tkvi_spilled(b));
+                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
 }
 
@@ -19960,7 +20718,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, t;
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
@@ -19980,16 +20738,23 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if ((list->n == 0) != (list->len == list->dropped))
+    if (kv->pool.notes ? list->n && list->len == list->dropped
+                       : (list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
-    if (list->n && tkvi_block_start(kv, ids, 0) != list->dropped)
+    if (list->n && (kv->pool.notes ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                   : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
+        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+        if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
+            return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+        for (t = 0; t < b->packed; t++)
+            if (tkvi_at(kv, ids[i], t) >= end || (t && tkvi_at(kv, ids[i], t) <= tkvi_at(kv, ids[i], t - 1)))
+                return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
         if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
                             : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
@@ -20159,7 +20924,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);

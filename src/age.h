@@ -33,8 +33,23 @@ static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_coding *from, *to;
-    int layer, start, tokens;
+    int layer, start;
+    uint64_t there; /* of its tokens: the others are left out */
 } tkvi_recoding;
+
+/* Keys or values of the tokens of these bits, one behind the other; returns how many. */
+static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const uint8_t *bytes,
+                          uint64_t there, float *out, size_t stride) {
+    int t = 0, n = 0;
+    while (t < TKVI_BLOCK && there >> t) {
+        int run = 0;
+        while (t + run < TKVI_BLOCK && there >> (t + run) & 1) run++;
+        if (run) tkvi_values(side, help, bytes, t, run, out + (size_t)n * stride, stride);
+        n += run;
+        t += tkvi_max(run, 1);
+    }
+    return n;
+}
 
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
@@ -42,16 +57,16 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_helpers *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
-    int h;
+    int h, n;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
         tkvi_side to_k = b->k;
         to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
         to_k.start = r->start;
-        tkvi_values(&a->k, help, src + a->at, 0, r->tokens, k, dk);
-        tkvi_values(&a->v, help, src + a->at + a->v_at, 0, r->tokens, v, dv);
-        tkvi_encode_side(&to_k, help, k, dk, r->tokens, dst + b->at);
-        tkvi_encode_side(&b->v, help, v, dv, r->tokens, dst + b->at + b->v_at);
+        n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
+        (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
+        tkvi_encode_side(&to_k, help, k, dk, n, dst + b->at);
+        tkvi_encode_side(&b->v, help, v, dv, n, dst + b->at + b->v_at);
     }
 }
 
@@ -74,6 +89,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
+    int packs;
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
@@ -84,21 +100,35 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         return;
     }
     tkvi_keep_exact(kv, seq, layer, b);
-    tkvi_keep_copy(kv, layer, id);
     kv->demoted++;
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.tokens = tkvi_block_tokens(kv, list, ids, i);
+    r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    packs = b->gone && r.there && !tkvi_binds(kv);
+    if (packs) {
+        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+    } else {
+        r.there |= b->gone; /* they keep their places */
+        tkvi_keep_copy(kv, layer, id);
+    }
     if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        if (kv->pool.notes) kv->pool.notes[ids[i]] = kv->pool.notes[id];
+        kv->pool.block[ids[i]].gone = b->gone;
+        kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);
     } else {
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+    }
+    if (packs) {
+        b = &kv->pool.block[ids[i]];
+        b->packed = tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->gone = 0;
     }
 }
 

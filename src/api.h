@@ -39,6 +39,7 @@
 #define TKV_NAME_(name) TKV_PASTE_(TKV_PREFIX, name)
 #define tkv_abort TKV_NAME_(tkv_abort)
 #define tkv_adapt TKV_NAME_(tkv_adapt)
+#define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
@@ -62,9 +63,11 @@
 #define tkv_create TKV_NAME_(tkv_create)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
+#define tkv_drop TKV_NAME_(tkv_drop)
 #define tkv_encode TKV_NAME_(tkv_encode)
 #define tkv_encoded_size TKV_NAME_(tkv_encoded_size)
 #define tkv_estimate TKV_NAME_(tkv_estimate)
+#define tkv_evict TKV_NAME_(tkv_evict)
 #define tkv_evict_budgets TKV_NAME_(tkv_evict_budgets)
 #define tkv_evict_compact TKV_NAME_(tkv_evict_compact)
 #define tkv_evict_due TKV_NAME_(tkv_evict_due)
@@ -104,6 +107,7 @@
 #define tkv_memory_of TKV_NAME_(tkv_memory_of)
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
+#define tkv_pin TKV_NAME_(tkv_pin)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -385,13 +389,16 @@ typedef enum tkv_event_kind {
     TKV_EVENT_LEVEL = 0, /* the cache went from level `from` to level `to` */
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
+    TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
     tkv_event_kind kind;
-    int layer, from, to; /* what does not apply is -1 */
-    size_t bytes;        /* of LEVEL: in use */
-    const char *text;    /* a sentence, valid during the call */
+    int seq, layer, from, to; /* what does not apply is -1 */
+    size_t bytes;             /* of LEVEL: in use */
+    const int *positions;     /* of EVICT: n of them, rising, valid during the call */
+    int n;
+    const char *text; /* a sentence, valid during the call */
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
@@ -671,10 +678,12 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
 typedef struct tkv_tier_info {
-    int tokens[TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum and `dropped` make the length */
+    int tokens
+        [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, `dropped` and `evicted` make the length */
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
     int spilled; /* blocks outside RAM; they count in their tier as well */
+    int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
 } tkv_tier_info;
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
@@ -803,7 +812,8 @@ typedef struct tkv_budget_info {
     uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
     uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
     uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
-    uint64_t pending;                 /* blocks that the present level would still recode. O(blocks) */
+    uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
 /* Another budget from now on; a lower one tightens at once. 0: none, the static plan of the present level; not for
@@ -1144,6 +1154,35 @@ typedef struct tkv_evict_budget {
 } tkv_evict_budget;
 /* out[n_layers]. TKV_ERR_ARG: a number is out of range. O(n_layers). */
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
+
+/* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
+ * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
+ * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
+ * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
+ *
+ * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
+ * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
+ * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
+ * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+typedef struct tkv_evict_params { /* zero means default */
+    int seq;
+    int layer;                     /* TKV_NONE: all of them */
+    const tkv_evict_config *evict; /* NULL: cfg.evict */
+    int keep; /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
+    /* NULL, or by position, as many as the sequence is long: */
+    const uint64_t *pinned;
+    const signed char *priority;
+    const float *scores; /* in the place of what the cache knows; high ones stay */
+} tkv_evict_params;
+/* Now: at the end of a prompt, say (SnapKV). TKV_ERR_STATE: a step is open, or there is no cfg.evict;
+ * TKV_ERR_NONFINITE: a score is no number. An error changes nothing. O(tokens), and coding of blocks that join. */
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
+/* Drops the tokens of these bits (by position, n of them) but for pinned ones. layer TKV_NONE: of all layers. */
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
+/* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* Bits of those of tokens start .. start+n-1 that are there. */
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
 /* >>rematerialization: what may be dropped because it can be computed again. Keys and values of tokens a to b - 1 in
  * the first `layers` layers, everything before them being there, cost

@@ -252,14 +252,13 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
     if (last < 0) return;
     from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
-        int block = i < 2 ? from : last, start = tkvi_block_start(u->call->kv, u->ids, block);
-        int end = tkvi_block_end(u->call->kv, u->list, u->ids, block);
+        int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
-                    i == 0 ? 0 : end - 1 - start - (i == 1 && from == last && end - start > 2), 1, key[i], 0);
+                    i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
     for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
@@ -309,28 +308,44 @@ static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
 }
 
 /* >>scores of one block, with everything that changes or hides them */
-static void tkvi_modify(const tkvi_unit *u, int r, float origin, int start, int n, float *s) {
+/* Positions of the tokens of block i; slots without one are in the future for ever. */
+static void tkvi_places(const tkvi_unit *u, int i, int *at) {
+    const tkv_cache *kv = u->call->kv;
+    const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
+    const uint64_t there = tkvi_there(&kv->pool.block[u->ids[i]], n);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
+}
+
+/* Does block i have tokens that some rows do not see, or places without one? */
+static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
+    const tkv_cache *kv = u->call->kv;
+    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
+           tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
+}
+
+/* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
+static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
-    int query = tkvi_query_of(u, r), at = tkvi_position(u, query), low, high, t;
-    int row = u->seq_row + query, bits_from = u->list->len - p->mask_bits_n;
-    tkvi_visible(u, query, &low, &high);
-    if (p->softcap > 0.0f)
-        for (t = 0; t < n; t++) s[t] = p->softcap * tanhf((s[t] + origin) / p->softcap);
-    if (p->alibi)
-        for (t = 0; t < n; t++) s[t] += p->alibi[tkvi_head_of(u, r)] * (float)(start + t - at);
-    if (p->mask)
-        for (t = 0; t < n; t++) {
-            float m = p->mask[row * u->call->mask_stride + start + t];
-            s[t] = m > TKVI_HIDDEN ? s[t] + (m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN) : TKVI_HIDDEN;
-        }
-    if (p->mask_bits)
-        for (t = tkvi_max(0, bits_from - start); t < n; t++) {
-            int bit = start + t - bits_from;
-            if (!(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1)) s[t] = TKVI_HIDDEN;
-        }
-    for (t = 0; t < n && start + t < low; t++) s[t] = TKVI_HIDDEN;
-    for (t = tkvi_max(0, high - start); t < n; t++) s[t] = TKVI_HIDDEN;
-    for (t = n; t < TKVI_BLOCK; t++) s[t] = TKVI_HIDDEN;
+    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
+    if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
+    if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->mask) {
+        const float m = p->mask[row * u->call->mask_stride + j];
+        if (!(m > TKVI_HIDDEN)) return TKVI_HIDDEN;
+        s += m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+    }
+    if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1))
+        return TKVI_HIDDEN;
+    return s;
+}
+
+static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
+    int low, high, t;
+    tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    for (t = 0; t < TKVI_BLOCK && u->changes; t++)
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
 /* Where the record of the block after i begins, for prefetching; NULL after the last. */
@@ -351,13 +366,15 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
-                                          rec->k.order ? q->sorted : q->q,
-                                          rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
-                                          end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
-    if (u->changes || end - start < TKVI_BLOCK || start < u->all_low || end > u->all_high)
-        for (r = 0; r < u->rows; r++)
-            tkvi_modify(u, r, q->origin[r], start, end - start, scores + r * TKVI_BLOCK);
+    kv->kernels->k[rec->k.format->stored](
+        &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
+        rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+    if (u->changes || tkvi_is_ragged(u, i, start, end)) {
+        int at[TKVI_BLOCK];
+        tkvi_places(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+    }
     return 1;
 }
 
@@ -529,7 +546,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
         if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
-        copied = tkvi_gauge_copy(m, g, start, &from) != NULL;
+        copied = tkvi_gauge_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
             if (!rows[r].sampled) continue;
@@ -584,15 +601,18 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
     int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
     memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
     for (i = 0; i < u->list->n; i++) {
-        int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_end(kv, u->list, u->ids, i) - start,
-            any = 0;
+        const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
+        int any = 0, at[TKVI_BLOCK];
         const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
-        const tkvi_record *rec = copy ? exact : tkvi_record_of(u, i, &bytes);
+        const tkvi_record *rec;
+        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
+        rec = copy ? exact : tkvi_record_of(u, i, &bytes);
         if (!tkvi_block_scores(u, q, i, cached)) continue;
         if (copy) {
             bytes = copy;
             kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
-            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], start, n, scores + r * TKVI_BLOCK);
+            tkvi_places(u, i, at);
+            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
         } else {
             memcpy(scores, cached, sizeof scores);
         }
@@ -817,28 +837,30 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, 
     }
 }
 
-/* Which tokens of a block lanes see; 0 if all lanes see all. */
-static int tkvi_see_lanes(const tkvi_unit *u, int start, int end, int32_t *low, int32_t *high) {
+/* Which tokens of block i lanes see; 0 if all lanes see all. */
+static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t *low, int32_t *high) {
+    const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
-    if (!u->changes && end - start == TKVI_BLOCK && start >= u->all_low && end <= u->all_high) return 0;
+    if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
     memset(low, 0, TKVI_MANY * sizeof *low);
     memset(high, 0, TKVI_MANY * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = from - start;
-        high[r] = tkvi_min(to, end) - start;
+        low[r] = packed ? 0 : from - start; /* scores of a packed block say themselves what is hidden */
+        high[r] = packed ? packed : tkvi_min(to, end) - start;
     }
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int start, int n,
-                                            int lanes, float *scores) {
-    int r, t;
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int i, int lanes,
+                                            float *scores) {
+    int at[TKVI_BLOCK], r, t;
+    tkvi_places(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_modify(u, r, origin[r], start, n, s);
+        tkvi_modify(u, r, origin[r], at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
@@ -887,18 +909,19 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
+            const tkvi_block *b = &kv->pool.block[u->ids[i]];
+            const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            many->k(&rec->k, bytes, next, &q, end - start, tkvi_planes(&rec->k, kv->tables.cfg.precise),
-                    scores);
-            if (u->changes) tkvi_modify_lanes(u, sums->origin, start, end - start, lanes, scores);
-            w.low = tkvi_see_lanes(u, start, end, low, high) ? low : NULL;
+            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
+            w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
             w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, end - start,
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
@@ -1034,15 +1057,17 @@ static void tkvi_run_mass(void *ctx, int index) {
         if (index * TKVI_MASS_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
         for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
-            float *mass = c->p->mass + u.item * c->mass_stride + tkvi_block_start(c->kv, u.ids, i);
+            float *mass = c->p->mass + u.item * c->mass_stride;
+            int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
+            tkvi_places(&u, i, at);
             for (r = 0; r < u.rows; r++) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
-                    if (!TKVI_IS_HIDDEN(s[t])) mass[t] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+                    if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
             }
         }
     }

@@ -19,7 +19,7 @@
 #ifndef TKVI_BUDGET_H
 #define TKVI_BUDGET_H
 
-#include "age.h"
+#include "drop.h"
 
 /* >>bytes */
 /* All that is held, but free pages that nobody keeps. */
@@ -53,7 +53,8 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t e
 }
 
 static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
-    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers;
+    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers +
+           tkvi_growth(kv->choice_cap, want, tkvi_choice_entry(&kv->tables.cfg));
 }
 
 static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
@@ -196,7 +197,8 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
 static int tkvi_spill_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs && kv->tables.cfg.spill.store; seq++)
+    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const int i = tkvi_next_out(kv, seq, layer);
             int age;
@@ -248,11 +250,16 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; with those outside that may
- * be; or with the tighter ones as large as it has them. */
-typedef enum tkvi_want { TKVI_TIGHT, TKVI_OUTSIDE, TKVI_LOOSER } tkvi_want;
+/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
+ * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+typedef enum tkvi_fate {
+    TKVI_TIGHTEN,
+    TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_EVICT,
+    TKVI_LOOSEN
+} tkvi_fate;
 
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
+static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
@@ -261,17 +268,19 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
+            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
             for (i = list->sinks + list->out; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
                 if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (want == TKVI_OUTSIDE && tkvi_may_spill(kv, seq, layer, i, r)) {
+                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
                     slots[t->coding[b->coding].size_class]--;
+                    go--;
                     continue;
                 }
-                if (due == TKV_HOT && want != TKVI_LOOSER) break;
-                if (want == TKVI_LOOSER ? !tkvi_tighter(kv, coding, b->coding)
+                if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
+                if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
                                         : !tkvi_tighter(kv, b->coding, coding))
                     continue;
                 slots[t->coding[b->coding].size_class]--;
@@ -284,14 +293,20 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_want want) {
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
-    const int most = kv->policy.cfg.max_level + (kv->tables.cfg.spill.store != NULL);
+    const int last = kv->policy.cfg.max_level;
     int level;
     kv->store_failed = 0;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= most; level++) {
-        const int last = tkvi_min(level, kv->policy.cfg.max_level);
-        const size_t then =
-            tkvi_bytes_with(kv, tkvi_slots_at(kv, last, level > last ? TKVI_OUTSIDE : TKVI_TIGHT), extra);
+    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.evict.kind) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     return *bytes <= budget;
@@ -348,7 +363,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const double budget = (double)kv->tables.cfg.budget_bytes;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSER), 0);
+    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSEN), 0);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -417,11 +432,8 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
             return 1;
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
-        if (kv->tables.level < kv->policy.cfg.max_level) {
-            tkvi_go_to_level(kv, kv->tables.level + 1);
-            continue;
-        }
-        if (!tkvi_spill_oldest(kv)) return 0;
+        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -442,6 +454,7 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
+    out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }

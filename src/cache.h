@@ -91,6 +91,11 @@ struct tkv_cache {
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    /* what is dropped (drop.h) */
+    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
+    uint32_t choice_cap; /* of blocks */
+    uint64_t evicted, merged;
+    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -151,6 +156,26 @@ static uint64_t tkvi_there(const tkvi_block *b, int slots) {
 static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+}
+
+/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
+static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+
+/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
+ * returns the place behind them. */
+static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
+    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
+    const uint64_t pinned = b->pinned;
+    int t;
+    if (at == 0) a->pinned = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(there >> t & 1)) continue;
+        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->mass[at] = b->mass[t];
+        a->pinned |= (pinned >> t & 1) << at;
+        at++;
+    }
+    return at;
 }
 
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
@@ -217,11 +242,26 @@ static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, i
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
     e.kind = kind;
+    e.seq = -1;
     e.layer = layer;
     e.from = from;
     e.to = to;
     e.bytes = bytes;
     e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_EVICT;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = e.to = -1;
+    e.positions = positions;
+    e.n = n;
+    e.text = "tokens were dropped";
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
@@ -410,6 +450,11 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
     return n;
 }
 
+/* >>the choice among the tokens of a list (drop.h): bytes for each block */
+#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+
 /* >>life */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     tkvi_heap heap;
@@ -458,8 +503,23 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_heard_put(kv);
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+}
+
+/* >>room for the choice; what is in it is of no use any more */
+static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
+    size_t bytes;
+    uint8_t *bigger;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    kv->choice = bigger;
+    kv->choice_cap = cap;
+    return 1;
 }
 
 /* >>block lists of a sequence: room for `want` blocks per layer */
@@ -468,6 +528,7 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
     uint32_t cap = tkvi_cap_for(want), *bigger;
     size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
     size_t l;
+    if (!tkvi_grow_choice(kv, cap)) return 0;
     if (cap <= s->cap) return 1;
     if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
     bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
@@ -517,6 +578,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
         !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
         return TKV_ERR_CONFIG;
@@ -573,6 +635,7 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
     if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
         !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
         !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||

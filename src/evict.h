@@ -116,31 +116,44 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
 
 /* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
  * between key and anchor, negated, and here its mean over the KV heads. */
+static void tkvi_add_direction(const float *k, int dim, double *anchor) {
+    const double norm = tkvi_key_norm(k, dim);
+    int c;
+    for (c = 0; norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
+}
+
+static double tkvi_anchor_length(const double *x, int dim) {
+    double sum = 0.0;
+    int c;
+    for (c = 0; c < dim; c++) sum += x[c] * x[c];
+    return sqrt(sum);
+}
+
+/* The cosine; length: the anchor's. What is not finite stays so. */
+static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
+    const double norm = tkvi_key_norm(k, dim) * length;
+    if (!tkvi_is_finite((float)norm)) return (float)norm;
+    return norm > 0.0 ? (float)(tkvi_key_dot(k, anchor, dim) / norm) : 0.0f;
+}
+
 static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
                                  float *out) {
-    double anchor[TKV_MAX_HEAD_DIM];
+    double anchor[TKV_MAX_HEAD_DIM], length;
     const int dim = v->head_dim;
-    int h, i, c;
+    int h, i;
     (void)cfg;
     (void)recent;
     for (i = 0; i < v->n; i++) out[i] = 0.0f;
     for (h = 0; h < v->n_kv_heads; h++) {
-        double size = 0.0;
-        for (c = 0; c < dim; c++) anchor[c] = 0.0;
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) : 0.0;
-            for (c = 0; k && norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
-        }
-        for (c = 0; c < dim; c++) size += anchor[c] * anchor[c];
-        size = sqrt(size);
-        for (i = 0; i < v->n; i++) {
-            const float *k = tkvi_is_alive(v, i) ? tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim) : NULL;
-            const double norm = k ? tkvi_key_norm(k, dim) * size : 0.0;
-            if (!k) continue;
-            if (!tkvi_is_finite((float)norm)) out[i] = (float)norm;
-            if (norm > 0.0) out[i] -= (float)(tkvi_key_dot(k, anchor, dim) / norm / v->n_kv_heads);
-        }
+        memset(anchor, 0, sizeof anchor);
+        for (i = 0; i < v->n; i++)
+            if (tkvi_is_alive(v, i))
+                tkvi_add_direction(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), dim, anchor);
+        length = tkvi_anchor_length(anchor, dim);
+        for (i = 0; i < v->n; i++)
+            if (tkvi_is_alive(v, i))
+                out[i] -= tkvi_likeness(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
+                          (float)v->n_kv_heads;
     }
 }
 

@@ -40,6 +40,7 @@ typedef struct tkvi_block {
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block */
     uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint64_t pinned;    /* bits: they stay */
     int step;           /* when that was last added to */
 } tkvi_notes;
 

@@ -89,7 +89,9 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    for (i = list->n - 1; tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i) > position;) i--;
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    if (i < 0 || tkvi_slot_at(kv, list, tkvi_ids(kv, seq, layer), i, position) < 0)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
     what = b->copy && b->copy - 1 != b->coding ? TKVI_COPY : TKVI_ITSELF;

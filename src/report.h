@@ -35,11 +35,12 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        out->tokens[tier] += tkvi_block_tokens(kv, list, ids, i);
+        out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
+    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
     return TKV_OK;
 }
 
@@ -52,7 +53,8 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    for (i = list->n - 1; tkvi_block_start(kv, ids, i) > token;) i--;
+    i = tkvi_block_at(kv, list, ids, token);
+    if (i < 0 || tkvi_slot_at(kv, list, ids, i, token) < 0) return TKV_ERR_RANGE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -162,7 +164,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_block_tokens(kv, list, ids, i), tkvi_spilled(b));
+                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
 }
 
@@ -419,7 +421,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, t;
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
@@ -439,16 +441,23 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if ((list->n == 0) != (list->len == list->dropped))
+    if (kv->pool.notes ? list->n && list->len == list->dropped
+                       : (list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
-    if (list->n && tkvi_block_start(kv, ids, 0) != list->dropped)
+    if (list->n && (kv->pool.notes ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                   : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || end - b->start > kv->tables.coding[b->coding].tokens)
+        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+        if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
+            return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+        for (t = 0; t < b->packed; t++)
+            if (tkvi_at(kv, ids[i], t) >= end || (t && tkvi_at(kv, ids[i], t) <= tkvi_at(kv, ids[i], t - 1)))
+                return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
         if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
                             : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
@@ -618,7 +627,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->pool.page_cap * sizeof(tkvi_page) + kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);

@@ -22,6 +22,7 @@ static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
     int last = list->n - 1, room;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
     room = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -208,6 +209,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
+            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -229,10 +232,16 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
     int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk = list->len;
     for (t = 0; t < n; t++) {
-        const tkvi_block *b = &kv->pool.block[tkvi_open_block(kv, seq, layer)];
+        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        tkvi_block *b = &kv->pool.block[id];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        int at = list->len - b->start;
+        const int at = list->len - b->start;
+        if (kv->pool.notes) { /* a place of a token that was cut off */
+            b->gone &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].mass[at] = 0;
+        }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
@@ -402,8 +411,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
-        if (!kv->seq[rows[i].seq].in_step)
+        if (!kv->seq[rows[i].seq].in_step) {
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer, rows[i].n);
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+        }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
@@ -505,6 +516,7 @@ TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
         list->step_len = list->chunk = list->len;
     }
     kv->seq[seq].in_step = 1;
@@ -540,6 +552,14 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
+    if (list->n > 0) { /* of a packed block some positions are cut off; one without any says so by a bit */
+        tkvi_block *b = &kv->pool.block[ids[list->n - 1]];
+        while (b->packed > 1 && tkvi_at(kv, ids[list->n - 1], b->packed - 1) >= len) b->packed--;
+        if (b->packed && tkvi_at(kv, ids[list->n - 1], 0) >= len) {
+            kv->pool.notes[ids[list->n - 1]].where[0] = 0;
+            b->gone |= 1;
+        }
+    }
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -689,23 +709,25 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    for (i = 0; i < list->n; i++) {
+    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
-        size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const int slot =
+            from < to ? tkvi_slot_at(kv, list, ids, i, from) : 0; /* the others follow: none is gone */
+        if (from >= to) break;
         for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
             if (k && !st)
-                tkvi_values(&r->k, help, bytes, from - b->start, to - from, k + (row + (size_t)h) * dk,
-                            heads * dk);
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
             if (v && !st)
-                tkvi_values(&r->v, help, bytes, from - b->start, to - from, v + (row + (size_t)h) * dv,
-                            heads * dv);
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }

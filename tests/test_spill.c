@@ -42,6 +42,7 @@ typedef struct depot {
     int stores, fetches, drops, hints; /* calls; fetches and hints are counted where no thread is */
     int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
     int lazy;                          /* stores say yes and do nothing */
+    int full;                          /* all fail */
     int threads;
 } depot;
 
@@ -57,7 +58,7 @@ static int depot_store(void *user, uint32_t key, size_t offset, const void *byte
         s->parts = 0;
     }
     CHECK(s->alive);
-    if (d->store_fails && --d->store_fails == 0) return 1;
+    if (d->full || (d->store_fails && --d->store_fails == 0)) return 1;
     CHECK(s->parts < PARTS);
     CHECK(s->parts == 0 || offset >= s->at[s->parts - 1] + s->size[s->parts - 1]);
     s->at[s->parts] = offset;
@@ -509,6 +510,44 @@ TEST(compressed_then_outside) {
     CHECK_LE(p.held, cfg.budget_bytes * 9 / 10);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
+    empty(&d);
+}
+
+TEST(dropped_when_nothing_else_helps) {
+    tkv_config cfg = small();
+    tkv_cache *kv;
+    depot d;
+    int n, gone, outside;
+    cfg.budget_bytes = 400 * 1000;
+    cfg.evict.kind = TKV_EVICT_SLIDING;
+    cfg.hot_tokens = 256;
+    d = depot_for(&cfg);
+    cfg.spill.user = &d;
+    kv = make(&cfg);
+    for (n = 0; n < 2000; n += 20) {
+        CHECK_EQ(append_both(kv, NULL, 0, 20), TKV_OK);
+        sound(kv);
+    }
+    outside = alive_in(&d);
+    CHECK(outside > 20);
+    CHECK_EQ(budget_of(kv).evicted, 0);
+    d.full = 1; /* the disk is: now tokens go, but none of those outside, which take no bytes */
+    for (n = 0; n < 600; n += 20) {
+        CHECK_EQ(append_both(kv, NULL, 0, 20), TKV_OK);
+        sound(kv);
+    }
+    gone = (int)budget_of(kv).evicted;
+    CHECK(gone > 300);
+    CHECK_EQ(alive_in(&d), outside);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 4 + BLOCK * spilled_in(kv, 0, 0), k_a, v_a), TKV_OK);
+    d.full = 0;
+    for (n = 0; n < 600; n += 20) {
+        CHECK_EQ(append_both(kv, NULL, 0, 20), TKV_OK);
+        sound(kv);
+    }
+    CHECK(alive_in(&d) > outside);
+    CHECK_EQ(budget_of(kv).evicted, gone);
+    tkv_destroy(kv);
     empty(&d);
 }
 
@@ -994,7 +1033,7 @@ static void random_call(tkv_cache *kv, depot *d, int *step) {
     } else if (kind < 65) {
         n = tkvi_list_of(kv, seq, layer)->dropped;
         st = tkv_read(kv, seq, layer, n, len - n, k_a, v_a);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO);
+        CHECK(st == TKV_OK || st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
     } else if (kind < 75) {
         st = tkv_spill(kv, seq, kind % 2 ? layer : TKV_ALL, tkv_rng_below(&rng, 5), NULL);
         CHECK(st == TKV_OK || st == TKV_ERR_IO);
@@ -1002,7 +1041,7 @@ static void random_call(tkv_cache *kv, depot *d, int *step) {
         n = tkvi_list_of(kv, seq, layer)->dropped;
         st = len > n ? tkv_promote(kv, seq, layer, n + tkv_rng_below(&rng, len - n)) : TKV_OK;
         CHECK(st == TKV_OK || st == TKV_ERR_NO_SOURCE || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM ||
-              st == TKV_ERR_IO);
+              st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
     } else if (kind < 87) {
         n = len - tkv_rng_below(&rng, 200);
         st = tkv_truncate(kv, seq, n > 0 ? n : 0);
@@ -1018,6 +1057,14 @@ static void random_call(tkv_cache *kv, depot *d, int *step) {
         if (!step[seq]) step[seq] = tkv_begin(kv, seq) == TKV_OK;
         else if (tkv_rng_below(&rng, 2)) CHECK_EQ(tkv_abort(kv, seq), TKV_OK), step[seq] = 0;
         else if (tkv_commit(kv, seq) == TKV_OK) step[seq] = 0;
+    } else if (kind < 95 && kv->tables.cfg.evict.kind) {
+        tkv_evict_params p;
+        memset(&p, 0, sizeof p);
+        p.seq = seq;
+        p.layer = kind % 2 ? layer : TKV_NONE;
+        p.keep = 100 + tkv_rng_below(&rng, 600);
+        st = tkv_evict(kv, &p);
+        CHECK(st == TKV_OK || st == TKV_ERR_STATE);
     } else if (kind < 96) {
         st = tkv_reserve(kv, seq, 1 + tkv_rng_below(&rng, CHUNK));
         CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
@@ -1035,7 +1082,7 @@ TEST(random_calls) {
     const int calls = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 300 : 1500);
     const int first = from_env("TKV_RANDOM_SEED", 1);
     int config, i;
-    for (config = 0; config < 5; config++) {
+    for (config = 0; config < 8; config++) {
         tkv_config cfg = small();
         tkv_cache *kv;
         purse p;
@@ -1047,6 +1094,12 @@ TEST(random_calls) {
         if (config == 2) cfg.policy.max_level = TKV_NONE;
         if (config == 1) cfg.window = 1000;
         if (config == 4) cfg.quality_heads = 2;
+        if (config > 4)
+            cfg.evict.kind = (tkv_evict_kind)(config == 5   ? TKV_EVICT_KNORM
+                                              : config == 6 ? TKV_EVICT_KEYDIFF
+                                                            : TKV_EVICT_SLIDING);
+        if (config == 6) cfg.evict_tokens = 900;
+        if (config == 5 || config == 7) cfg.budget_bytes = 600 * 1000;
         cfg.allocator = purse_of(&p);
         d = depot_for(&cfg);
         cfg.spill.user = &d;
@@ -1057,7 +1110,7 @@ TEST(random_calls) {
             random_call(kv, &d, step);
             p.closed = 0;
             sound(kv);
-            if (config < 3) CHECK_LE(kv->heap.held, 600 * 1000);
+            if (cfg.budget_bytes) CHECK_LE(kv->heap.held, 600 * 1000);
         }
         if (tkv_test_.bad) printf("\n    config %d, call %d", config, i);
         printf("\n    config %d: %d stores, %d fetches, %d drops, %lu promoted", config, d.stores, d.fetches,
@@ -1117,6 +1170,7 @@ int main(int argc, char **argv) {
     RUN(wide_heads);
     RUN(more_than_the_budget);
     RUN(compressed_then_outside);
+    RUN(dropped_when_nothing_else_helps);
     RUN(steps);
     RUN(store_fails);
     RUN(fetch_fails);

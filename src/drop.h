@@ -1,0 +1,435 @@
+/*
+ * drop.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses (evict.h), and blocks
+ * give up what they can: a mask says who is gone, and neighbours whose rest fits into one block become one.
+ *
+ *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
+ *     gone        . x x .   x x x .   . x . .
+ *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
+ *
+ * Positions stay what they were: a packed block lists them (tkvi_notes.where). A block of which nothing is left goes,
+ * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
+ * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
+ */
+#ifndef TKVI_DROP_H
+#define TKVI_DROP_H
+
+#include "age.h"
+
+#define TKVI_MASS_UNIT 9.5367431640625e-7f /* of notes' mass: 2^-20 */
+
+/* >>what there is */
+static int tkvi_bits_in(uint64_t x) {
+    int n = 0;
+    for (; x; x &= x - 1) n++;
+    return n;
+}
+
+static uint64_t tkvi_there_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+}
+
+/* Tokens of a list that are not gone. */
+static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, n = 0;
+    for (i = 0; i < list->n; i++)
+        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_there_in(kv, list, ids, i))
+                                         : tkvi_block_tokens(kv, list, ids, i);
+    return n;
+}
+
+/* The block that covers a position; -1: none does. */
+static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    int low = 0, high = list->n;
+    if (position >= list->len) return -1;
+    while (low < high) { /* the first that begins behind it */
+        const int mid = low + (high - low) / 2;
+        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
+        else low = mid + 1;
+    }
+    return low - 1;
+}
+
+/* Tokens of positions start .. start + n - 1 that are not gone. */
+static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
+    int i, t, found = 0;
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        if (tkvi_block_start(kv, ids, i) >= start + n) break;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1) {
+                const int at = tkvi_at(kv, ids[i], t);
+                found += at >= start && at < start + n;
+            }
+    }
+    return found;
+}
+
+/* The place of a position in the block that covers it; -1: it is gone. */
+static int tkvi_slot_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                        int position) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    int t = 0;
+    if (!b->packed) t = position - b->start;
+    else
+        while (t < n && tkvi_at(kv, ids[i], t) < position) t++;
+    return t < n && tkvi_at(kv, ids[i], t) == position && !(b->gone >> t & 1) ? t : -1;
+}
+
+/* >>blocks that give up places */
+/* Block i lists its positions, so that those behind it may go. */
+static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    int t;
+    if (b->packed) return;
+    b->packed = tkvi_block_tokens(kv, list, ids, i);
+    for (t = 0; t < b->packed; t++) kv->pool.notes[ids[i]].where[t] = (uint16_t)t;
+}
+
+/* The meter has no copy of this block any more. */
+static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, a;
+    if (!kv->meter || kv->meter->seq != seq) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        for (a = 0; a < g->n && g->layer == layer; a++)
+            if (g->start[a] == start) tkvi_gauge_drop(g, a);
+    }
+}
+
+/* Block i leaves its list. */
+static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int coded = i - list->sinks;
+    tkvi_forget_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+    tkvi_release_block(&kv->pool, ids[i]);
+    if (coded < 0) list->sinks--;
+    else if (coded < list->archive) list->archive--;
+    else if (coded < list->archive + list->warm) list->warm--;
+    if (coded >= 0 && coded < list->tight) list->tight--;
+    if (coded >= 0 && coded < list->tightest) list->tightest--;
+    if (coded >= 0 && coded < list->out) list->out--;
+    list->n--;
+    memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
+}
+
+/* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
+static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
+    if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
+    tkvi_unlist(kv, seq, layer, i);
+    return 1;
+}
+
+/* Can the tokens of block i and of the next one live in one of its format? Both are of one tier, and not the last. */
+static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_coding *c = &kv->tables.coding[a->coding];
+    if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
+    if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
+    if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
+    return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
+               tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
+           TKVI_BLOCK;
+}
+
+/* Block i takes in what is left of the next one. */
+static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_helpers *help = kv->kernels->helpers;
+    tkvi_block *a = &kv->pool.block[ids[i]];
+    const tkvi_block *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_there_in(kv, list, ids, i), there = tkvi_there_in(kv, list, ids, i + 1);
+    const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    uint8_t *to = tkvi_block_bytes(&kv->pool, a);
+    const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
+        const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
+        tkvi_side to_k = r->k;
+        int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
+        (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
+        (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
+        n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
+        to_k.feedback = tkvi_feedback_of(kv, layer, h);
+        to_k.start = a->start;
+        tkvi_encode_side(&to_k, help, k, dk, n, to + r->at);
+        tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
+    }
+    a->packed = tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->gone = 0;
+    tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_copy(&kv->pool, ids[i]);
+    tkvi_unlist(kv, seq, layer, i + 1);
+    kv->merged++;
+}
+
+/* After tokens have gone: what is empty goes, neighbours join. */
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i + 1 < list->n; i++)
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_there_in(kv, list, ids, i) &&
+            tkvi_drop_block(kv, seq, layer, i))
+            i--;
+    for (i = list->sinks; i + 1 < list->n; i++)
+        while (i + 1 < list->n && tkvi_may_merge(kv, list, ids, i)) tkvi_merge_blocks(kv, seq, layer, i);
+}
+
+/* >>the choice. Arrays over the tokens that are there, oldest first. */
+typedef struct tkvi_choice {
+    uint64_t *pinned, *victims;
+    int *position;
+    float *value, *score;
+    signed char *priority;
+    int n;
+} tkvi_choice;
+
+static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
+    const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
+    tkvi_choice c;
+    c.pinned = (uint64_t *)(void *)kv->choice;
+    c.victims = c.pinned + blocks;
+    c.position = (int *)(void *)(c.victims + blocks);
+    c.value = (float *)(void *)(c.position + tokens);
+    c.score = c.value + tokens;
+    c.priority = (signed char *)(void *)(c.score + tokens);
+    c.n = 0;
+    return c;
+}
+
+/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const uint8_t *bytes;
+    tkvi_room room;
+    room.key = TKVI_NIL;
+    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
+        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
+    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+}
+
+/* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
+static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, t, n = tkvi_bits_in(there);
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        tkvi_keys_of(kv, id, h, there, kv->recode);
+        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
+    }
+}
+
+/* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
+static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, float *out,
+                           int n) {
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, i, t, pass, count, at;
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        double anchor[TKV_MAX_HEAD_DIM], length = 0.0;
+        memset(anchor, 0, sizeof anchor);
+        for (pass = 0; pass < 2; pass++) {
+            for (i = 0, at = 0; i < list->n; i++, at += count) {
+                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                count = tkvi_bits_in(there);
+                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
+                for (t = 0; t < count; t++)
+                    if (pass)
+                        out[at + t] -=
+                            tkvi_likeness(kv->recode + t * dim, anchor, length, dim) / (float)heads;
+                    else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
+            }
+            length = tkvi_anchor_length(anchor, dim);
+        }
+    }
+}
+
+/* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
+static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
+                                tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_view v;
+    int i, t;
+    *c = tkvi_choice_of(kv);
+    memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const float unit = needs & TKV_EVICT_NEEDS_LOWS ? 1.0f : TKVI_MASS_UNIT;
+        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            int at;
+            if (!(there >> t & 1)) continue;
+            at = tkvi_at(kv, ids[i], t);
+            c->position[c->n] = at;
+            if (!(needs & TKV_EVICT_NEEDS_NORMS))
+                c->value[c->n] = p && p->scores ? p->scores[at] : (float)notes->mass[t] * unit;
+            c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+                (p && p->pinned && tkvi_has(p->pinned, at)))
+                tkvi_mark(c->pinned, c->n);
+            c->n++;
+        }
+    }
+    memset(&v, 0, sizeof v);
+    v.n = c->n;
+    v.position = c->position;
+    v.pinned = c->pinned;
+    v.priority = c->priority;
+    v.mass = v.observed = v.last = v.norms = v.lows = v.scores = c->value;
+    return v;
+}
+
+/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
+    int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
+    tkv_evict_budget b;
+    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        if (i == layer) mine = n;
+        n += kv->tables.plan[i].stored == i;
+    }
+    memset(&b, 0, sizeof b);
+    b.shape = TKV_EVICT_PYRAMID;
+    b.n_layers = n;
+    b.total = (int64_t)n * keep;
+    b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
+    b.window = cfg->recent_tokens;
+    return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
+}
+
+/* The tokens at these places of a view go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, at = 0, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+    }
+    for (i = 0; i < c->n; i++)
+        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
+    kv->evicted += (uint64_t)gone;
+    tkvi_close_ranks(kv, seq, layer);
+    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
+}
+
+/* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
+static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                             const tkv_evict_params *p, int keep, int really) {
+    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    tkvi_choice c;
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_status st;
+    if (needs & TKV_EVICT_NEEDS_KEYS)
+        tkvi_differing(kv, tkvi_list_of(kv, seq, layer), tkvi_ids(kv, seq, layer), c.score, c.n);
+    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
+    if (!st && really) tkvi_let_go(kv, seq, layer, &c);
+    return st;
+}
+
+/* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
+    tkv_evict_config oldest = kv->tables.cfg.evict;
+    if (tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1) == TKV_OK) return;
+    oldest.kind = TKV_EVICT_SLIDING;
+    (void)tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1);
+}
+
+/* Before n more tokens come: does the layer have more than it may keep? */
+static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int count, due;
+    if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
+    count = tkvi_count(kv, seq, layer);
+    due = tkv_evict_due(&cfg->evict, count, n, tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens));
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, count - due);
+}
+
+/* >>under a budget that no level holds: the next resort */
+/* Tokens of a list that stay in any case: those outside take no bytes. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_config cfg;
+    int64_t n;
+    int i;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    for (i = 0; i < list->n; i++)
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
+                                                                : kv->pool.notes[ids[i]].pinned);
+    return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
+}
+
+/* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
+ * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
+ * are not merged at all. */
+static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, stretches = 1, stays = tkvi_binds(kv), key = -1, out = 0, tokens_out = 0;
+    for (i = list->sinks; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        stretches += kv->tables.coding[b->coding].key != key ||
+                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
+        key = kv->tables.coding[b->coding].key;
+        stays |= b->refs > 1;
+        if (!tkvi_spilled(b)) continue;
+        out++;
+        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        key = -1;
+    }
+    if (stays) return list->n;
+    return tkvi_min(list->n, list->sinks + out + stretches +
+                                 2 * (tkvi_stay_of(kv, seq, layer) - tokens_out) / TKVI_BLOCK);
+}
+
+/* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
+static int tkvi_may_go(const tkv_cache *kv, int seq, int layer) {
+    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
+    return tkvi_list_of(kv, seq, layer)->n - tkvi_rest_of(kv, seq, layer);
+}
+
+/* A batch of tokens goes from the list that has most to give. 0: none has. */
+static int tkvi_evict_some(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
+        for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
+            const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer) : 0;
+            if (spare <= most) continue;
+            most = spare;
+            of_seq = seq;
+            of_layer = layer;
+            count = n;
+        }
+    kv->for_bytes = 1;
+    if (most > 0)
+        tkvi_evict_surely(kv, of_seq, of_layer,
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
+    kv->for_bytes = 0;
+    return most > 0;
+}
+
+#endif /* TKVI_DROP_H */

@@ -1,0 +1,112 @@
+/*
+ * keep.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
+ * sequence, drop and below.
+ */
+#ifndef TKVI_KEEP_H
+#define TKVI_KEEP_H
+
+#include "sequence.h"
+
+static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
+    if (!kv) return TKV_ERR_ARG;
+    if (seq < 0 || seq >= kv->tables.cfg.max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
+    if (layer < TKV_NONE || layer >= kv->tables.cfg.n_layers ||
+        (layer >= 0 && kv->tables.plan[layer].stored != layer))
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer with a cache of its own", layer, "");
+    if (!kv->pool.tables->cfg.evict.kind)
+        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
+    const tkv_evict_config *cfg;
+    tkv_evict_config full;
+    tkv_status st;
+    int layer, pass, keep;
+    if (!kv || !p) return TKV_ERR_ARG;
+    st = tkvi_evictable(kv, p->seq, p->layer);
+    if (st) return st;
+    cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    if (keep < 1)
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+    if (!tkvi_evict_fill(cfg, &full))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
+             layer++) {
+            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            st = tkvi_evict(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), pass);
+            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+        }
+    tkvi_settle(kv, p->seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+    tkv_status st = tkvi_evictable(kv, seq, layer);
+    int l, i;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !victims))
+        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
+        (void)tkvi_look(kv, seq, l, NULL, 0, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_let_go(kv, seq, l, &c);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+    int layer, i, t;
+    if (st) return st;
+    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, tkvi_min(start, list->len - 1))); i < list->n; i++)
+            for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
+                uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
+                const int at = tkvi_at(kv, ids[i], t);
+                if (at < start || at >= start + n) continue;
+                if (pinned) *bits |= (uint64_t)1 << t;
+                else *bits &= ~((uint64_t)1 << t);
+            }
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, t;
+    if (!kv || seq < 0 || seq >= kv->tables.cfg.max_seqs || layer < 0 || layer >= kv->tables.cfg.n_layers ||
+        kv->tables.plan[layer].stored < 0 || start < 0 || n < 0 || (n > 0 && !mask))
+        return TKV_ERR_ARG;
+    layer = kv->tables.plan[layer].stored;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
+    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            if (at >= 0 && at < n) tkvi_mark(mask, at);
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_KEEP_H */

@@ -1,0 +1,737 @@
+/*
+ * test_drop.c - tokens that leave a cache: who goes, what is left, what is read and attended to, and the bytes.
+ *
+ * A second cache, exact and whole, gets the same tokens; attention in it with a mask of who is gone must be the same.
+ *
+ *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_drop     calls per config of the random test, first seed
+ */
+#define TIEREDKV_IMPLEMENTATION
+#include "../tieredkv.h"
+#include "kit.h"
+
+enum {
+    BLOCK = TKV_BLOCK_TOKENS,
+    SEQS = 2,
+    LAYERS = 3,
+    KV_HEADS = 2,
+    HEADS = 4,
+    DIM = 32,
+    ROW = KV_HEADS * DIM,
+    LONGEST = 3000,
+    CHUNK = 256,
+    WORDS = LONGEST / 64 + 1
+};
+
+static float k_in[LONGEST * ROW], v_in[LONGEST * ROW], k_out[LONGEST * ROW], v_out[LONGEST * ROW];
+static float q_in[CHUNK * HEADS * DIM], mine[CHUNK * HEADS * DIM], theirs[CHUNK * HEADS * DIM];
+static float mask[CHUNK * LONGEST];
+static tkv_rng rng;
+
+/* >>two caches */
+typedef struct twins {
+    tkv_cache *kv, *whole;
+} twins;
+
+static tkv_config small(void) {
+    tkv_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.n_layers = LAYERS;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DIM;
+    cfg.max_seqs = SEQS;
+    cfg.max_append = CHUNK;
+    cfg.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.evict.kind = TKV_EVICT_SLIDING;
+    return cfg;
+}
+
+static twins twins_of(const tkv_config *cfg) {
+    tkv_config whole = small();
+    twins t;
+    whole.evict.kind = TKV_EVICT_NONE;
+    whole.hot_tokens = TKV_ALL;
+    whole.window = cfg->window;
+    t.kv = make(cfg);
+    t.whole = make(&whole);
+    rng = tkv_rng_seed(1);
+    return t;
+}
+
+static void end_of(twins *t) {
+    tkv_destroy(t->kv);
+    tkv_destroy(t->whole);
+}
+
+static void sound(const tkv_cache *kv) {
+    char reason[200];
+    const tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+}
+
+static tkv_status grow(twins *t, int seq, int n) {
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < LAYERS && !st; layer++) {
+        tkv_rng_fill(&rng, k_in, (size_t)(n * ROW), 1.0);
+        tkv_rng_fill(&rng, v_in, (size_t)(n * ROW), 1.0);
+        st = tkv_append(t->kv, seq, layer, k_in, v_in, n);
+        if (!st) CHECK_EQ(tkv_append(t->whole, seq, layer, k_in, v_in, n), TKV_OK);
+    }
+    return st;
+}
+
+static int is_there(const tkv_cache *kv, int seq, int layer, int position) {
+    uint64_t bit = 0;
+    CHECK_EQ(tkv_alive(kv, seq, layer, position, 1, &bit), TKV_OK);
+    return (int)bit;
+}
+
+static int count_of(const tkv_cache *kv, int seq, int layer) {
+    uint64_t alive[WORDS];
+    int i, n = 0, len = tkv_layer_len(kv, seq, layer);
+    CHECK_EQ(tkv_alive(kv, seq, layer, 0, len, alive), TKV_OK);
+    for (i = 0; i < len; i++) n += tkvi_has(alive, i);
+    return n;
+}
+
+/* Attention of the last n tokens is that of the whole cache with the same tokens hidden. */
+static void attends_alike(const twins *t, int seq, int layer, int n, const tkv_attend_params *like,
+                          double bound) {
+    uint64_t alive[WORDS];
+    tkv_attend_params p;
+    const int len = tkv_layer_len(t->kv, seq, layer);
+    double err = 0.0, all = 0.0;
+    int r, i;
+    memset(&p, 0, sizeof p);
+    if (like) p = *like;
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.q = q_in;
+    p.out = mine;
+    tkv_rng_fill(&rng, q_in, (size_t)(n * HEADS * DIM), 1.5);
+    CHECK_EQ(tkv_attend_ex(t->kv, &p), TKV_OK);
+    CHECK_EQ(tkv_alive(t->kv, seq, layer, 0, len, alive), TKV_OK);
+    for (r = 0; r < n; r++)
+        for (i = 0; i < len; i++) {
+            const float given = like && like->mask ? like->mask[r * LONGEST + i] : 0.0f;
+            mask[r * len + i] = tkvi_has(alive, i) ? given : -1e30f;
+        }
+    p.mask = mask;
+    p.mask_stride = len;
+    p.out = theirs;
+    CHECK_EQ(tkv_attend_ex(t->whole, &p), TKV_OK);
+    for (i = 0; i < n * HEADS * DIM; i++) {
+        const double d = (double)mine[i] - (double)theirs[i];
+        err += d * d;
+        all += (double)theirs[i] * (double)theirs[i];
+    }
+    CHECK_MSG(err <= bound * bound * all, "sequence %d, layer %d, %d queries: off by %.2e", seq, layer, n,
+              sqrt(err / (all > 0.0 ? all : 1.0)));
+}
+
+/* Every token that is there reads as it was written (within `bound` of all values), others say that they are gone. */
+static void reads_alike(const twins *t, int seq, int layer, double bound) {
+    const int len = tkv_layer_len(t->kv, seq, layer);
+    float k[ROW], v[ROW];
+    double err = 0.0, all = 0.0;
+    int i, c;
+    CHECK_EQ(tkv_read(t->whole, seq, layer, 0, len, k_out, v_out), TKV_OK);
+    for (i = 0; i < len; i++) {
+        tkv_tier tier;
+        const int there = is_there(t->kv, seq, layer, i);
+        const tkv_status st = tkv_read(t->kv, seq, layer, i, 1, k, v);
+        CHECK_EQ(st, there ? TKV_OK : TKV_ERR_RANGE);
+        CHECK_EQ(tkv_tier_of(t->kv, seq, layer, i, &tier), there ? TKV_OK : TKV_ERR_RANGE);
+        for (c = 0; c < ROW && !st; c++) {
+            const double a = (double)k[c] - (double)k_out[i * ROW + c];
+            const double b = (double)v[c] - (double)v_out[i * ROW + c];
+            err += a * a + b * b;
+            all += (double)k_out[i * ROW + c] * (double)k_out[i * ROW + c];
+        }
+    }
+    CHECK_MSG(err <= bound * bound * 2.0 * all, "off by %.2e", sqrt(err / (2.0 * all)));
+}
+
+/* A part of the tokens of a layer, by lot. */
+static void drop_some(twins *t, int seq, int layer, int percent) {
+    uint64_t victims[WORDS];
+    int i, len = tkv_layer_len(t->kv, seq, layer);
+    memset(victims, 0, sizeof victims);
+    for (i = 0; i < len; i++)
+        if (tkv_rng_below(&rng, 100) < percent) tkvi_mark(victims, i);
+    CHECK_EQ(tkv_drop(t->kv, seq, layer, victims, len), TKV_OK);
+    for (i = 0; i < len; i++)
+        if (tkvi_has(victims, i)) CHECK(!is_there(t->kv, seq, layer, i));
+    sound(t->kv);
+}
+
+/* >>who goes */
+TEST(a_window_slides) { /* StreamingLLM: sinks and the newest, never more than asked for */
+    tkv_config cfg = small();
+    twins t;
+    int n, i;
+    cfg.hot_tokens = TKV_ALL;
+    cfg.evict_tokens = 200;
+    cfg.evict.batch = 1;
+    t = twins_of(&cfg);
+    for (n = 1; n <= 700; n++) {
+        CHECK_EQ(grow(&t, 0, 1), TKV_OK);
+        CHECK_EQ(count_of(t.kv, 0, 0), n < 200 ? n : 200);
+    }
+    for (i = 0; i < 700; i++) CHECK_EQ(is_there(t.kv, 0, 0, i), i < 4 || i >= 700 - 196);
+    attends_alike(&t, 0, 1, 1, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(batches) { /* at most evict_tokens, and at least that less a batch */
+    tkv_config cfg = small();
+    twins t;
+    int n, least = LONGEST;
+    cfg.evict_tokens = 300;
+    cfg.evict.kind = TKV_EVICT_KNORM;
+    t = twins_of(&cfg);
+    for (n = 0; n < 150; n++) {
+        const int more = 1 + tkv_rng_below(&rng, 15);
+        int count;
+        CHECK_EQ(grow(&t, 0, more), TKV_OK);
+        count = count_of(t.kv, 0, 2);
+        CHECK(count <= 300);
+        if (tkv_seq_len(t.kv, 0) > 310 && count < least) least = count;
+    }
+    CHECK(least >= 300 - 64 - 15 && least < 300 - 30);
+    end_of(&t);
+}
+
+/* The tokens that the pure function leaves, of the keys as the cache has them. */
+static void leaves_what_the_rule_says(tkv_evict_kind kind, int keep) {
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    tkv_evict_view v;
+    uint64_t victims[WORDS];
+    float norms[600], scores[600];
+    twins t;
+    int i;
+    cfg.evict.kind = kind;
+    cfg.hot_tokens = TKV_ALL;
+    t = twins_of(&cfg);
+    for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 600, k_out, v_out), TKV_OK);
+    CHECK_EQ(tkv_evict_key_norms(k_out, 600, KV_HEADS, DIM, norms), TKV_OK);
+    memset(&v, 0, sizeof v);
+    v.n = 600;
+    v.norms = norms;
+    v.keys = k_out;
+    v.n_kv_heads = KV_HEADS;
+    v.head_dim = DIM;
+    CHECK_EQ(tkv_evict_score(&cfg.evict, &v, scores), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg.evict, &v, scores, keep, victims, NULL), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_NONE;
+    p.keep = keep;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    for (i = 0; i < 600; i++) CHECK_EQ(is_there(t.kv, 0, 1, i), !tkvi_has(victims, i));
+    for (i = 0; i < LAYERS; i++) CHECK_EQ(count_of(t.kv, 0, i), keep);
+    attends_alike(&t, 0, 1, 1, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    attends_alike(&t, 0, 1, 100, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    reads_alike(&t, 0, 1, 0);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(rules_of_keys) {
+    leaves_what_the_rule_says(TKV_EVICT_KNORM, 250);
+    leaves_what_the_rule_says(TKV_EVICT_KEYDIFF, 111);
+    leaves_what_the_rule_says(TKV_EVICT_RANDOM, 65);
+    leaves_what_the_rule_says(TKV_EVICT_FIFO, 1);
+}
+
+TEST(scores_pins_priorities) {
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    float scores[500];
+    signed char priority[500];
+    uint64_t pinned[WORDS];
+    twins t;
+    int i;
+    cfg.evict.kind = TKV_EVICT_SCORES;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 1, 250), TKV_OK);
+    CHECK_EQ(grow(&t, 1, 250), TKV_OK);
+    memset(&p, 0, sizeof p);
+    memset(pinned, 0, sizeof pinned);
+    memset(priority, 0, sizeof priority);
+    for (i = 0; i < 500; i++) scores[i] = (float)(i * 37 % 500);
+    for (i = 100; i < 110; i++) tkvi_mark(pinned, i);
+    for (i = 50; i < 60; i++) priority[i] = 1;
+    CHECK_EQ(tkv_pin(t.kv, 1, 200, 7, 1), TKV_OK);
+    CHECK_EQ(tkv_pin(t.kv, 1, 203, 1, 0), TKV_OK);
+    p.seq = 1;
+    p.keep = 60;
+    p.pinned = pinned;
+    p.priority = priority;
+    p.scores = scores;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK); /* of layer 0 alone */
+    CHECK_EQ(count_of(t.kv, 1, 0), 60);
+    CHECK_EQ(count_of(t.kv, 1, 1), 500);
+    for (i = 50; i < 60; i++) CHECK(is_there(t.kv, 1, 0, i));
+    for (i = 100; i < 110; i++) CHECK(is_there(t.kv, 1, 0, i));
+    for (i = 200; i < 207; i++) CHECK_EQ(is_there(t.kv, 1, 0, i), i != 203);
+    for (i = 0; i < 4; i++) CHECK(is_there(t.kv, 1, 0, i));
+    for (i = 500 - 28; i < 500; i++) CHECK(is_there(t.kv, 1, 0, i)); /* half of 60 - 4 */
+    { /* the rest: 60 - 4 - 28 - 10 - 10 - 6 = 2 with the highest scores of those that could go */
+        int best[2] = {-1, -1};
+        for (i = 4; i < 472; i++) {
+            if ((i >= 50 && i < 60) || (i >= 100 && i < 110) || (i >= 200 && i < 207 && i != 203)) continue;
+            if (best[0] < 0 || scores[i] > scores[best[0]]) best[1] = best[0], best[0] = i;
+            else if (best[1] < 0 || scores[i] > scores[best[1]]) best[1] = i;
+        }
+        CHECK(is_there(t.kv, 1, 0, best[0]) && is_there(t.kv, 1, 0, best[1]));
+    }
+    reads_alike(&t, 1, 0, .2);
+    scores[499] = tkvi_from_bits(0x7fc00000u);
+    p.keep = 50;
+    p.layer = TKV_NONE;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_NONFINITE);
+    CHECK_EQ(count_of(t.kv, 1, 0), 60);
+    CHECK_EQ(count_of(t.kv, 1, 1), 500);
+    sound(t.kv);
+    end_of(&t);
+}
+
+static float no_number(void *user, const tkv_evict_view *v, int i) {
+    (void)v;
+    return *(int *)user ? tkvi_from_bits(0x7f800000u) : (float)(i % 7);
+}
+
+TEST(a_scorer_of_the_users) {
+    tkv_config cfg = small();
+    twins t;
+    int mad = 0, i;
+    cfg.evict.kind = TKV_EVICT_USER;
+    cfg.evict.scorer = no_number;
+    cfg.evict.user = &mad;
+    cfg.evict_tokens = 128;
+    t = twins_of(&cfg);
+    for (i = 0; i < 20; i++) {
+        mad = i >= 10; /* from then on the oldest go: it is no way to fill the memory */
+        CHECK_EQ(grow(&t, 0, 20), TKV_OK);
+        CHECK(count_of(t.kv, 0, 0) <= 128);
+    }
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(pyramids) { /* budgets of layers fall, and hold together */
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    twins t;
+    int layer, sum = 0, last = LONGEST;
+    cfg.evict.kind = TKV_EVICT_PYRAMIDKV;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 256), TKV_OK);
+    CHECK_EQ(grow(&t, 0, 256), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_NONE;
+    p.keep = 200;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    for (layer = 0; layer < LAYERS; layer++) {
+        const int n = count_of(t.kv, 0, layer);
+        CHECK(n < last);
+        last = n;
+        sum += n;
+    }
+    CHECK_EQ(sum, 600);
+    end_of(&t);
+}
+
+/* >>what is left */
+static void holes_in(tkv_config cfg, double bound) {
+    static const int percents[] = {10, 50, 80, 30, 95};
+    tkv_attend_params p;
+    float slopes[HEADS] = {.5f, .25f, .1f, .01f}, *biased;
+    twins t = twins_of(&cfg);
+    int i, j;
+    biased = (float *)malloc(sizeof(float) * 20 * LONGEST);
+    if (!biased) exit(2);
+    for (i = 0; i < COUNT(percents); i++) {
+        for (j = 0; j < 3; j++) {
+            CHECK_EQ(grow(&t, 0, 100), TKV_OK);
+            attends_alike(&t, 0, 1, 30, NULL, bound);
+        }
+        CHECK_EQ(grow(&t, 0, 13), TKV_OK);
+        drop_some(&t, 0, 1, percents[i]);
+        attends_alike(&t, 0, 1, 1, NULL, bound);
+        attends_alike(&t, 0, 1, 7, NULL, bound);
+        attends_alike(&t, 0, 1, 40, NULL, bound);
+        memset(&p, 0, sizeof p);
+        p.window = 150;
+        attends_alike(&t, 0, 1, 16, &p, bound);
+        p.alibi = slopes;
+        p.softcap = 20.0f;
+        attends_alike(&t, 0, 1, 9, &p, bound);
+        for (j = 0; j < 20 * LONGEST && i < 3; j++)
+            biased[j] = (float)(j % 13) * .1f - (j % 7 == 0 ? 1e30f : 0.0f);
+        p.mask = biased;
+        p.mask_stride = LONGEST;
+        attends_alike(&t, 0, 1, 20, &p, bound);
+        reads_alike(&t, 0, 1, bound);
+        attends_alike(&t, 0, 0, 20, NULL, bound); /* nothing has gone there */
+    }
+    CHECK(tkvi_list_of(t.kv, 0, 1)->n < tkvi_list_of(t.kv, 0, 0)->n / 2);
+    CHECK(t.kv->merged > 0);
+    free(biased);
+    end_of(&t);
+}
+
+TEST(exact_holes) {
+    tkv_config cfg = small();
+    cfg.hot_tokens = TKV_ALL;
+    holes_in(cfg, FAST_MATH ? 2e-3 : 2e-5);
+    cfg.sink_tokens = TKV_NONE;
+    holes_in(cfg, FAST_MATH ? 2e-3 : 2e-5);
+}
+
+TEST(coded_holes) { /* errors of formats, of blocks that were coded twice or three times */
+    static const tkv_pair pairs[] = {
+        {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, {TKV_A40, TKV_R40}, {TKV_FP8_E4M3, TKV_FP8_E4M3}};
+    static const double bounds[] = {.03, .4, .4, .15};
+    tkv_config cfg = small();
+    int i;
+    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    for (i = 0; i < COUNT(pairs); i++) {
+        cfg.warm = cfg.archive = pairs[i];
+        holes_in(cfg, bounds[i]);
+    }
+}
+
+TEST(keys_before_rope) { /* their tokens stay where they are */
+    tkv_config cfg = small();
+    twins t;
+    int i;
+    cfg.warm = cfg.archive = pair_of(TKV_KVQUANT4, TKV_KVQUANT4);
+    cfg.rope.dim = DIM;
+    t = twins_of(&cfg);
+    for (i = 0; i < 8; i++) {
+        CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+        drop_some(&t, 0, 1, i == 7 ? 97 : 20);
+        attends_alike(&t, 0, 1, 1, NULL, .3);
+        reads_alike(&t, 0, 1, .25);
+    }
+    CHECK_EQ(t.kv->merged, 0);
+    CHECK(tkvi_list_of(t.kv, 0, 1)->n < tkvi_list_of(t.kv, 0, 0)->n);
+    end_of(&t);
+}
+
+TEST(all_may_go) { /* then nobody is attended to, and the next token is the first to be */
+    tkv_config cfg = small();
+    twins t = twins_of(&cfg);
+    int i;
+    CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    drop_some(&t, 0, 0, 100);
+    CHECK_EQ(count_of(t.kv, 0, 0), 0);
+    tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
+    CHECK_EQ(tkv_attend(t.kv, 0, 0, q_in, 1, mine), TKV_OK);
+    for (i = 0; i < HEADS * DIM; i++) CHECK_NEAR(mine[i], 0, 0);
+    CHECK_EQ(grow(&t, 0, 1), TKV_OK);
+    CHECK_EQ(count_of(t.kv, 0, 0), 1);
+    attends_alike(&t, 0, 0, 1, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    attends_alike(&t, 0, 0, 250, NULL, FAST_MATH ? 1e-3 : .01);
+    reads_alike(&t, 0, 0, .3);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(cuts) { /* truncating and aborting count positions; what went does not come back */
+    tkv_config cfg = small();
+    twins t;
+    int i, len = 0, layer;
+    cfg.hot_tokens = TKV_ALL;
+    t = twins_of(&cfg);
+    for (i = 0; i < 60; i++) {
+        const int n = 1 + tkv_rng_below(&rng, 80);
+        CHECK_EQ(grow(&t, 0, n), TKV_OK);
+        len += n;
+        drop_some(&t, 0, i % LAYERS, 20 + i % 70);
+        if (i % 3 == 0) {
+            len -= tkv_rng_below(&rng, len);
+            CHECK_EQ(tkv_truncate(t.kv, 0, len), TKV_OK);
+            CHECK_EQ(tkv_truncate(t.whole, 0, len), TKV_OK);
+        } else if (i % 3 == 1) {
+            const int more = 1 + tkv_rng_below(&rng, 100);
+            CHECK_EQ(tkv_begin(t.kv, 0), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) {
+                tkv_rng_fill(&rng, k_in, (size_t)(more * ROW), 1.0);
+                CHECK_EQ(tkv_append(t.kv, 0, layer, k_in, k_in, more), TKV_OK);
+            }
+            CHECK_EQ(tkv_drop(t.kv, 0, 0, NULL, 0), TKV_ERR_STATE);
+            CHECK_EQ(tkv_abort(t.kv, 0), TKV_OK);
+        }
+        sound(t.kv);
+        for (layer = 0; layer < LAYERS && len > 0; layer++) {
+            CHECK_EQ(tkv_layer_len(t.kv, 0, layer), len);
+            reads_alike(&t, 0, layer, 0);
+            attends_alike(&t, 0, layer, tkvi_min(len, 9), NULL, FAST_MATH ? 1e-3 : 1e-5);
+        }
+    }
+    CHECK_EQ(tkv_reset(t.kv, 0), TKV_OK);
+    sound(t.kv);
+    end_of(&t);
+}
+
+/* >>bytes */
+TEST(bytes_come_back) {
+    tkv_config cfg = small();
+    tkv_memory_info before, after;
+    tkv_tier_info tiers;
+    twins t = twins_of(&cfg);
+    int i;
+    for (i = 0; i < 8; i++) CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    CHECK_EQ(tkv_memory(t.kv, &before), TKV_OK);
+    for (i = 0; i < LAYERS; i++) drop_some(&t, 0, i, 75);
+    CHECK_EQ(tkv_memory(t.kv, &after), TKV_OK);
+    CHECK(after.total < before.total * 7 / 10);
+    CHECK(after.fp16_bytes < before.fp16_bytes * 3 / 10);
+    CHECK_EQ(tkv_tier_counts(t.kv, 0, 1, &tiers), TKV_OK);
+    CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2] + tiers.evicted, 2000);
+    CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2], count_of(t.kv, 0, 1));
+    end_of(&t);
+}
+
+typedef struct witness {
+    int events, tokens, wrong, last_seq;
+    uint64_t gone[LAYERS][WORDS];
+} witness;
+
+static void sees(void *user, const tkv_event *e) {
+    witness *w = (witness *)user;
+    int i;
+    if (e->kind != TKV_EVENT_EVICT) return;
+    w->events++;
+    w->tokens += e->n;
+    w->last_seq = e->seq;
+    for (i = 0; i < e->n; i++) {
+        w->wrong +=
+            (i > 0 && e->positions[i] <= e->positions[i - 1]) || tkvi_has(w->gone[e->layer], e->positions[i]);
+        tkvi_mark(w->gone[e->layer], e->positions[i]);
+    }
+}
+
+TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused; never a byte above it */
+    static const tkv_evict_kind kinds[] = {TKV_EVICT_SLIDING, TKV_EVICT_KNORM, TKV_EVICT_RANDOM};
+    static witness seen;
+    tkv_budget_info b;
+    purse p;
+    int i, k, n;
+    for (k = 0; k < COUNT(kinds); k++) {
+        tkv_config cfg = small();
+        tkv_memory_info m;
+        twins t;
+        int first = -1;
+        memset(&seen, 0, sizeof seen);
+        cfg.hot = pair_of(TKV_F16, TKV_F16);
+        cfg.budget_bytes = 500000;
+        cfg.evict.kind = kinds[k];
+        cfg.allocator = purse_of(&p);
+        cfg.on_event = sees;
+        cfg.event_user = &seen;
+        t = twins_of(&cfg);
+        for (n = 0; n < LONGEST - 50;) {
+            const int more = 1 + tkv_rng_below(&rng, 40);
+            CHECK_EQ(grow(&t, 0, more), TKV_OK);
+            n += more;
+            CHECK(p.most <= cfg.budget_bytes);
+            if (seen.tokens && first < 0) {
+                first = n;
+                CHECK_EQ(tkv_budget(t.kv, &b), TKV_OK);
+                CHECK_EQ(b.level, b.n_levels - 1);
+            }
+            if (n % 10 == 0) sound(t.kv);
+        }
+        CHECK(first > 0 && first < LONGEST - 200);
+        CHECK_EQ(seen.wrong, 0);
+        CHECK_EQ(seen.last_seq, 0);
+        for (i = 0; i < LAYERS; i++)
+            for (n = 0; n < tkv_seq_len(t.kv, 0); n++)
+                CHECK_EQ(is_there(t.kv, 0, i, n), !tkvi_has(seen.gone[i], n));
+        CHECK_EQ(tkv_budget(t.kv, &b), TKV_OK);
+        CHECK_EQ(b.evicted, (uint64_t)seen.tokens);
+        CHECK_EQ(b.refused, 0);
+        CHECK_EQ(tkv_memory(t.kv, &m), TKV_OK);
+        CHECK(m.total > cfg.budget_bytes / 10 * 7); /* it is made use of */
+        reads_alike(&t, 0, 1, .75);
+        sound(t.kv);
+        end_of(&t);
+        CHECK_EQ(p.held, 0);
+    }
+}
+
+TEST(what_is_protected_can_be_too_much) { /* then an append is refused, and nothing has gone */
+    tkv_config cfg = small();
+    twins t;
+    tkv_status st = TKV_OK;
+    int n = 0, count;
+    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.budget_bytes = 400000;
+    cfg.evict.recent_tokens = LONGEST;
+    t = twins_of(&cfg);
+    while (!st && n < LONGEST - 10) {
+        count = count_of(t.kv, 0, LAYERS - 1);
+        st = grow(&t, 0, 10);
+        n += st ? 0 : 10;
+    }
+    CHECK_EQ(st, TKV_ERR_BUDGET);
+    CHECK_EQ(count, n);
+    CHECK_EQ(count_of(t.kv, 0, LAYERS - 1), n);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(wrong_arguments) {
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    uint64_t bits[WORDS];
+    twins t = twins_of(&cfg);
+    memset(bits, 0xff, sizeof bits);
+    memset(&p, 0, sizeof p);
+    CHECK_EQ(grow(&t, 0, 100), TKV_OK);
+    CHECK_EQ(tkv_evict(NULL, &p), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict(t.kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_ARG); /* keep */
+    p.keep = 10;
+    p.layer = LAYERS;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_ARG);
+    p.layer = 0;
+    p.seq = SEQS;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_ERR_ARG);
+    p.seq = 0;
+    CHECK_EQ(tkv_drop(t.kv, 0, 0, NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_drop(t.kv, -1, 0, bits, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin(t.kv, 0, -1, 1, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_alive(t.kv, 0, 0, 0, 101, bits), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_alive(t.kv, 0, LAYERS, 0, 1, bits), TKV_ERR_ARG);
+    CHECK_EQ(count_of(t.kv, 0, 0), 100);
+    CHECK_EQ(tkv_drop(t.whole, 0, 0, bits, 1), TKV_ERR_STATE);
+    CHECK_EQ(tkv_alive(t.whole, 0, 0, 0, 100, bits), TKV_OK);
+    CHECK_EQ(bits[0], ~(uint64_t)0);
+    CHECK_EQ(bits[1], ((uint64_t)1 << 36) - 1);
+    cfg.evict.pool = 2;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    end_of(&t);
+}
+
+/* >>at random: all of it, over two sequences, with failing allocations, also in place */
+static void random_walk(tkv_config cfg, uint64_t seed, int ops, int in_place) {
+    void *mem = NULL;
+    size_t bytes = 0;
+    purse p;
+    twins t;
+    int i;
+    cfg.max_tokens = LONGEST;
+    if (in_place) {
+        if (tkv_required_bytes(&cfg, &bytes) != TKV_OK) exit(2);
+        mem = malloc(bytes);
+        if (!mem) exit(2);
+    } else {
+        cfg.allocator = purse_of(&p);
+    }
+    t = twins_of(&cfg);
+    if (in_place) {
+        tkv_destroy(t.kv);
+        CHECK_EQ(tkv_init_in_place(&cfg, mem, bytes, &t.kv), TKV_OK);
+    }
+    rng = tkv_rng_seed(seed);
+    for (i = 0; i < ops; i++) {
+        const int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS);
+        const int len = tkv_layer_len(t.kv, seq, layer), what = tkv_rng_below(&rng, 100);
+        tkv_status st;
+        if (what < 60) {
+            const int n = 1 + tkv_rng_below(&rng, what < 50 ? 8 : 200);
+            tkv_rng_fill(&rng, k_in, (size_t)(n * ROW), 1.0);
+            if (!in_place && tkv_rng_below(&rng, 8) == 0) p.closed = 1 + tkv_rng_below(&rng, 3);
+            st = tkv_append(t.kv, seq, layer, k_in, k_in, n);
+            if (!in_place) p.closed = 0;
+            CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET);
+            if (st && tkv_layer_len(t.kv, seq, layer) != len) CHECK_EQ(tkv_layer_len(t.kv, seq, layer), len);
+            if (st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET)
+                CHECK_EQ(tkv_reset(t.kv, seq), TKV_OK), CHECK_EQ(tkv_reset(t.whole, seq), TKV_OK);
+            if (!st) CHECK_EQ(tkv_append(t.whole, seq, layer, k_in, k_in, n), TKV_OK);
+        } else if (what < 70 && len > 0) {
+            uint64_t victims[WORDS];
+            int j, percent = tkv_rng_below(&rng, 100);
+            memset(victims, 0, sizeof victims);
+            for (j = 0; j < len; j++)
+                if (tkv_rng_below(&rng, 100) < percent) tkvi_mark(victims, j);
+            CHECK_EQ(tkv_drop(t.kv, seq, layer, victims, len), TKV_OK);
+        } else if (what < 75) {
+            tkv_evict_params e;
+            memset(&e, 0, sizeof e);
+            e.seq = seq;
+            e.layer = layer;
+            e.keep = 1 + tkv_rng_below(&rng, 300);
+            CHECK_EQ(tkv_evict(t.kv, &e), TKV_OK);
+        } else if (what < 78) {
+            CHECK_EQ(tkv_pin(t.kv, seq, tkv_rng_below(&rng, 500), tkv_rng_below(&rng, 20),
+                             tkv_rng_below(&rng, 3) == 0),
+                     TKV_OK);
+        } else if (what < 82) {
+            const int shortest = tkv_seq_len(t.kv, seq), to = shortest - tkv_rng_below(&rng, 30);
+            if (to >= 0 && tkv_truncate(t.kv, seq, to) == TKV_OK)
+                CHECK_EQ(tkv_truncate(t.whole, seq, to), TKV_OK);
+        } else if (what < 84) {
+            st = tkv_flush(t.kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
+            CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET);
+        } else if (what < 85) {
+            CHECK_EQ(tkv_reset(t.kv, seq), TKV_OK);
+            CHECK_EQ(tkv_reset(t.whole, seq), TKV_OK);
+        } else if (len > 0) {
+            attends_alike(&t, seq, layer, 1 + tkv_rng_below(&rng, tkvi_min(len, 70)), NULL, 1.6);
+        }
+        sound(t.kv);
+        if (!in_place && cfg.budget_bytes) CHECK(p.most <= cfg.budget_bytes);
+    }
+    end_of(&t);
+    if (!in_place) CHECK_EQ(p.held, 0);
+    free(mem);
+}
+
+TEST(at_random) {
+    const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
+    const int ops = text ? atoi(text) : tkv_test_quick() ? 300 : 1500;
+    const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
+    int i;
+    for (i = 0; i < 6; i++) {
+        tkv_config cfg = small();
+        cfg.hot = pair_of(TKV_F16, TKV_F16);
+        if (i % 3 == 1) cfg.budget_bytes = 700000;
+        if (i % 3 == 2) cfg.evict_tokens = 150;
+        if (i == 4) cfg.evict.kind = TKV_EVICT_KEYDIFF;
+        if (i == 5) cfg.quality_heads = 2;
+        if (i == 3) cfg.warm = cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3), cfg.rope.dim = DIM;
+        random_walk(cfg, seed + (uint64_t)i, ops, i >= 4);
+    }
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(a_window_slides);
+    RUN(batches);
+    RUN(rules_of_keys);
+    RUN(scores_pins_priorities);
+    RUN(a_scorer_of_the_users);
+    RUN(pyramids);
+    RUN(exact_holes);
+    RUN(coded_holes);
+    RUN(keys_before_rope);
+    RUN(all_may_go);
+    RUN(cuts);
+    RUN(bytes_come_back);
+    RUN(under_a_budget);
+    RUN(what_is_protected_can_be_too_much);
+    RUN(wrong_arguments);
+    RUN(at_random);
+    return tkv_test_end();
+}
