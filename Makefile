@@ -40,7 +40,7 @@ build/tests/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS)
 
-build/tests/test_threads build/tests/test_policy build/tests/test_spill: LDLIBS += -pthread
+build/tests/test_threads build/tests/test_policy: LDLIBS += -pthread
 
 # Examples and benchmarks.
 build/%: examples/%.c $(HEADERS)

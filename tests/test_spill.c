@@ -4,16 +4,18 @@
  *
  *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_spill     calls per config of the random test, first seed
  */
+#if defined(__unix__) || defined(__APPLE__)
+#include "../examples/spill_file.h" /* before system headers */
+
+#include <signal.h>
+#include <sys/resource.h>
+#define HAVE_FILES 1
+#else
+#define HAVE_FILES 0
+#endif
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 #include "kit.h"
-
-#if !defined(__wasm__)
-#include <pthread.h>
-#define HAVE_THREADS 1
-#else
-#define HAVE_THREADS 0
-#endif
 
 enum {
     BLOCK = TKV_BLOCK_TOKENS,
@@ -39,11 +41,10 @@ typedef struct shelf {
 typedef struct depot {
     shelf *key; /* [KEYS] */
     size_t room;
-    int stores, fetches, drops, hints; /* calls; fetches and hints are counted where no thread is */
+    int stores, fetches, drops, hints; /* calls */
     int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
     int lazy;                          /* stores say yes and do nothing */
     int full;                          /* all fail */
-    int threads;
 } depot;
 
 static int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
@@ -73,15 +74,13 @@ static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, siz
     depot *d = (depot *)user;
     const shelf *s = &d->key[key % KEYS];
     int i = 0;
-    if (!d->threads) {
-        d->fetches++;
-        CHECK(key < KEYS && s->alive);
-        while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
-        CHECK(i < s->parts);
-        if (d->fetch_fails && --d->fetch_fails == 0) {
-            memset(bytes, 0x5a, size / 2); /* a short read, and it says so */
-            return 1;
-        }
+    d->fetches++;
+    CHECK(key < KEYS && s->alive);
+    while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
+    CHECK(i < s->parts);
+    if (d->fetch_fails && --d->fetch_fails == 0) {
+        memset(bytes, 0x5a, size / 2); /* a short read, and it says so */
+        return 1;
     }
     memcpy(bytes, s->bytes + offset, size);
     return 0;
@@ -89,7 +88,6 @@ static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, siz
 
 static void depot_ahead(void *user, uint32_t key, size_t offset, size_t size) {
     depot *d = (depot *)user;
-    if (d->threads) return;
     d->hints++;
     CHECK(key < KEYS && d->key[key % KEYS].alive);
     CHECK(size > 0 && offset + size <= d->room);
@@ -323,60 +321,6 @@ TEST(all_that_attention_can_be_asked) {
     tkv_destroy(b);
     empty(&d);
 }
-
-#if HAVE_THREADS
-typedef struct crew {
-    tkv_task task;
-    void *ctx;
-    int next, n;
-} crew;
-
-static void *labour(void *arg) {
-    crew *c = (crew *)arg;
-    int i;
-    while ((i = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED)) < c->n) c->task(c->ctx, c->n - 1 - i);
-    return NULL;
-}
-
-static void in_parallel(void *user, int n_tasks, tkv_task task, void *ctx) {
-    pthread_t thread[4];
-    crew c;
-    int i;
-    (void)user;
-    c.task = task;
-    c.ctx = ctx;
-    c.next = 0;
-    c.n = n_tasks;
-    for (i = 0; i < 4; i++)
-        if (pthread_create(&thread[i], NULL, labour, &c)) exit(2);
-    for (i = 0; i < 4; i++) pthread_join(thread[i], NULL);
-}
-
-TEST(with_threads) {
-    tkv_config cfg = small(), with;
-    tkv_cache *a, *b;
-    depot d;
-    int n;
-    cfg.max_append = CHUNK;
-    with = cfg;
-    with.parallel_for = in_parallel;
-    d = depot_for(&with);
-    d.threads = 1;
-    with.spill.user = &d;
-    a = make(&cfg);
-    b = make(&with);
-    for (n = 0; n < 16; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
-    CHECK(spill_all(b, 0) > 2 * LAYERS * 9); /* more than a part's blocks */
-    same(a, b, 0, 1);
-    same(a, b, 0, 2);
-    same(a, b, 0, CHUNK);
-    tkv_destroy(a);
-    tkv_destroy(b);
-    empty(&d);
-}
-#else
-TEST(with_threads) { SKIP("no threads"); }
-#endif
 
 TEST(wide_heads) {
     static const int dims[][2] = {{256, 256}, {80, 64}, {128, 192}};
@@ -1005,6 +949,62 @@ TEST(in_place) {
     empty(&d);
 }
 
+/* >>the file of examples/ */
+#if HAVE_FILES
+static void limit_files(rlim_t bytes) { /* as a full disk: what is beyond is cut off, then refused */
+    struct rlimit r;
+    CHECK_EQ(getrlimit(RLIMIT_FSIZE, &r), 0);
+    r.rlim_cur = bytes ? bytes : r.rlim_max;
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &r), 0);
+}
+
+TEST(a_file) {
+    tkv_config cfg = small(), with;
+    spill_file file;
+    tkv_cache *a, *b;
+    size_t bytes;
+    char bad = 0x77;
+    int n, done = 0, before;
+    with = cfg;
+    CHECK_EQ(tkv_spill_bytes(&cfg, &bytes), TKV_OK);
+    CHECK_EQ(spill_file_open(&file, "/nowhere/at/all", bytes), -1);
+    REQUIRE(spill_file_open(&file, NULL, bytes) == 0);
+    with.spill = spill_file_config(&file);
+    a = make(&cfg);
+    b = make(&with);
+    for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
+    (void)signal(SIGXFSZ, SIG_IGN);
+    limit_files(5 * file.bytes + 1000); /* in the middle of a block */
+    CHECK_EQ(tkv_spill(b, 0, 0, 100, &done), TKV_ERR_IO);
+    CHECK(done > 0 && done < 8);
+    limit_files(0);
+    sound(b);
+    same(a, b, 0, 3); /* nothing is lost */
+    before = done;
+    CHECK_EQ(tkv_spill(b, 0, TKV_ALL, 100, &done), TKV_OK);
+    CHECK(done + before > 14);
+    same(a, b, 0, 3);
+    CHECK(spill_file_size(&file) > 0);
+    n = (int)(2 * tkvi_ids(b, 0, 0)[3]);
+    CHECK_EQ(pwrite(file.fd, &bad, 1, (off_t)n * (off_t)file.bytes + 77), 1);
+    CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
+    CHECK_EQ(ftruncate(file.fd, (off_t)n * (off_t)file.bytes + 300), 0); /* reads come out short */
+    CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_IO);
+    CHECK_EQ(tkv_read(b, 0, 0, 0, tkv_seq_len(b, 0), k_b, v_b), TKV_ERR_IO);
+    sound(b);
+    CHECK_EQ(tkv_reset(b, 0), TKV_OK); /* and it goes on */
+    CHECK_EQ(tkv_reset(a, 0), TKV_OK);
+    for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
+    CHECK(spill_all(b, 0) > 14);
+    same(a, b, 0, 3);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    spill_file_close(&file);
+}
+#else
+TEST(a_file) { SKIP("no POSIX files"); }
+#endif
+
 /* >>random calls with a store that fails at times */
 static int from_env(const char *name, int otherwise) {
     const char *text = getenv(name);
@@ -1166,7 +1166,6 @@ int main(int argc, char **argv) {
     rng = tkv_rng_seed(17);
     RUN(attention_is_the_same);
     RUN(all_that_attention_can_be_asked);
-    RUN(with_threads);
     RUN(wide_heads);
     RUN(more_than_the_budget);
     RUN(compressed_then_outside);
@@ -1182,6 +1181,7 @@ int main(int argc, char **argv) {
     RUN(importance_says_what_to_promote);
     RUN(every_allocation_fails_once);
     RUN(in_place);
+    RUN(a_file);
     RUN(random_calls);
     RUN(config_says_what_is_wrong);
     return tkv_test_end();

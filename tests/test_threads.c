@@ -103,7 +103,24 @@ typedef struct contents {
     tkv_format hot, warm, archive;
     int shared; /* 1: instead, A and R: a table is made on the way */
     int meter;  /* 1: the quality meter watches all heads */
+    int out;    /* 1: with workers, old blocks are outside RAM */
 } contents;
+
+/* A place outside RAM, where there is one for spilled blocks. */
+static uint8_t outside[96][80 << 10];
+
+static int put_outside(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    (void)user;
+    if (key >= 96 || offset + size > sizeof outside[0]) return 1;
+    memcpy(outside[key] + offset, bytes, size);
+    return 0;
+}
+
+static int from_outside(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    (void)user;
+    memcpy(bytes, outside[key] + offset, size);
+    return 0;
+}
 
 static tkv_cache *filled(const contents *c, workers *w) {
     tkv_config cfg = tkv_config_default();
@@ -138,6 +155,7 @@ static tkv_cache *filled(const contents *c, workers *w) {
         cfg.parallel_for = parallel_for;
         cfg.parallel_user = w;
     }
+    if (w && c->out) cfg.spill.store = put_outside, cfg.spill.fetch = from_outside;
     if (tkv_create(&cfg, &kv) != TKV_OK) fail_hard("no cache");
     k = (float *)calloc(100 * KV_HEADS * DK, sizeof(float));
     v = (float *)calloc(100 * KV_HEADS * DV, sizeof(float));
@@ -151,6 +169,10 @@ static tkv_cache *filled(const contents *c, workers *w) {
         }
     free(k);
     free(v);
+    for (seq = 0; seq < 3 && w && c->out; seq++) {
+        CHECK_EQ(tkv_spill(kv, seq, 0, 100, &i), TKV_OK);
+        CHECK(seq > 0 || i > 8);
+    }
     return kv;
 }
 
@@ -192,14 +214,15 @@ static int has_numbers(const outputs *o) {
     return n > HEADS * DV / 2;
 }
 
-static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0};
-static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0};
-static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0};
-static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0};
-static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
-static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0};
-static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1};
-static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1};
+static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0};
+static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0, 0};
+static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0, 0};
+static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0, 0};
+static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
+static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
+static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1, 0};
+static const contents outside_ram = {{1200, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 1};
+static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1, 0};
 
 static float *make_queries(void) {
     float *q = (float *)calloc(MAX_ROWS * HEADS * DK, sizeof(float));
@@ -252,6 +275,7 @@ TEST(threads_mixed) {
 }
 TEST(threads_few_tokens) { check_threads(&few_tokens); }
 TEST(threads_shared) { check_threads(&shared); }
+TEST(threads_and_blocks_outside) { check_threads(&outside_ram); }
 
 /* Decoding is cut along the keys, so that one query has work for many; prefill along the queries. */
 TEST(both_cuts_are_used) {
@@ -490,22 +514,6 @@ TEST(figures_do_not_depend_on_threads) {
     !HAS_FEATURE(memory_sanitizer)
 enum { STACK = 1 << 18, PROMISED = 128 << 10, FETCHING = 36 << 10, WIDE = 256, QUERIES = 16 };
 
-/* A place outside RAM, where there is one for spilled blocks. */
-static uint8_t outside[32][80 << 10];
-
-static int put_outside(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    (void)user;
-    if (key >= 32 || offset + size > sizeof outside[0]) return 1;
-    memcpy(outside[key] + offset, bytes, size);
-    return 0;
-}
-
-static int from_outside(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    (void)user;
-    memcpy(bytes, outside[key] + offset, size);
-    return 0;
-}
-
 typedef struct stack_call {
     tkv_cache *kv;
     const float *x; /* [64][WIDE], zeros after it */
@@ -687,6 +695,7 @@ int main(int argc, char **argv) {
     RUN(threads_mixed);
     RUN(threads_few_tokens);
     RUN(threads_shared);
+    RUN(threads_and_blocks_outside);
     RUN(both_cuts_are_used);
     RUN(callers_side_by_side);
     RUN(callers_with_workers);
