@@ -682,7 +682,8 @@ typedef struct tkv_attend_params {
 /* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
- * window is wider than the layer's, or it is too old). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
+ * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
@@ -14921,7 +14922,7 @@ typedef struct tkvi_list {
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
-    int out;      /* blocks behind the sinks that are outside, or may not go there: none younger is */
+    int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
 } tkvi_list;
 
@@ -16396,8 +16397,9 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
-    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
+    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
     list->out = tkvi_max(0, i - list->sinks);
+    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
     return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
@@ -20731,8 +20733,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->out < 0 || list->out > list->n - list->sinks)
         return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]) &&
-            kv->pool.block[ids[list->sinks + i]].refs == 1)
+        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);

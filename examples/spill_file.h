@@ -41,11 +41,11 @@ typedef struct spill_file {
     size_t bytes; /* of a key's place */
 } spill_file;
 
-static off_t spill_file_at(const spill_file *f, uint32_t key, size_t offset) {
+static inline off_t spill_file_at(const spill_file *f, uint32_t key, size_t offset) {
     return (off_t)key * (off_t)f->bytes + (off_t)offset;
 }
 
-static int spill_file_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+static inline int spill_file_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
     const spill_file *f = (const spill_file *)user;
     const char *from = (const char *)bytes;
     off_t at = spill_file_at(f, key, offset);
@@ -60,7 +60,7 @@ static int spill_file_store(void *user, uint32_t key, size_t offset, const void 
     return 0;
 }
 
-static int spill_file_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+static inline int spill_file_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
     const spill_file *f = (const spill_file *)user;
     char *to = (char *)bytes;
     off_t at = spill_file_at(f, key, offset);
@@ -75,7 +75,7 @@ static int spill_file_fetch(void *user, uint32_t key, size_t offset, void *bytes
     return 0;
 }
 
-static void spill_file_ahead(void *user, uint32_t key, size_t offset, size_t size) {
+static inline void spill_file_ahead(void *user, uint32_t key, size_t offset, size_t size) {
 #ifdef POSIX_FADV_WILLNEED
     const spill_file *f = (const spill_file *)user;
     (void)posix_fadvise(f->fd, spill_file_at(f, key, offset), (off_t)size, POSIX_FADV_WILLNEED);
@@ -85,7 +85,7 @@ static void spill_file_ahead(void *user, uint32_t key, size_t offset, size_t siz
 }
 
 /* 0, or -1 and errno. A file that is there already is emptied. */
-static int spill_file_open(spill_file *f, const char *path, size_t bytes) {
+static inline int spill_file_open(spill_file *f, const char *path, size_t bytes) {
     const size_t page = 4096;
     char name[1024];
     const char *dir = getenv("TMPDIR");
@@ -104,7 +104,7 @@ static int spill_file_open(spill_file *f, const char *path, size_t bytes) {
     return 0;
 }
 
-static tkv_spill_config spill_file_config(spill_file *f) {
+static inline tkv_spill_config spill_file_config(spill_file *f) {
     tkv_spill_config c;
     memset(&c, 0, sizeof c);
     c.store = spill_file_store;
@@ -115,11 +115,11 @@ static tkv_spill_config spill_file_config(spill_file *f) {
 }
 
 /* Bytes that it takes on the disk. */
-static double spill_file_size(const spill_file *f) {
+static inline double spill_file_size(const spill_file *f) {
     struct stat s;
     return fstat(f->fd, &s) ? 0.0 : 512.0 * (double)s.st_blocks;
 }
 
-static void spill_file_close(spill_file *f) { (void)close(f->fd); }
+static inline void spill_file_close(spill_file *f) { (void)close(f->fd); }
 
 #endif /* SPILL_FILE_H */

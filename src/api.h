@@ -592,7 +592,8 @@ typedef struct tkv_attend_params {
 /* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
- * window is wider than the layer's, or it is too old). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
+ * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);

@@ -23,7 +23,7 @@ typedef struct tkvi_list {
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
-    int out;      /* blocks behind the sinks that are outside, or may not go there: none younger is */
+    int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
 } tkvi_list;
 

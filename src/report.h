@@ -434,8 +434,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->out < 0 || list->out > list->n - list->sinks)
         return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]) &&
-            kv->pool.block[ids[list->sinks + i]].refs == 1)
+        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);

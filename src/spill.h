@@ -126,8 +126,9 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
-    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
+    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
     list->out = tkvi_max(0, i - list->sinks);
+    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
     return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
