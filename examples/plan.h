@@ -32,6 +32,9 @@
     "  subspaces N        parts of a token in subspace formats: 1 to 16 (4)\n"                               \
     "  kvquant HOW        of kvquant formats: post-rope, uniform, norm, dense, norm+dense ...\n"             \
     "  precise 1          two planes of queries and of weights\n"                                            \
+    "  evict HOW:N        at most N tokens of a layer stay: sliding, h2o, snapkv, pyramidkv, tova, knorm,\n" \
+    "                     keydiff, scissorhands, fifo, random, scores (tkv_evict_kind)\n"                    \
+    "  every N            one query in N tells what it looked at, for those that want to know\n"             \
     "FORMAT is one for K and V, or two as in kivi2/kivi4.\n"
 
 static inline void plan_print_names(void) {
@@ -132,6 +135,18 @@ static inline int plan_bits(const char *s, const char *const *names, int *bits) 
     }
 }
 
+static inline const char *plan_evict(tkv_config *cfg, const char *s) { /* sliding:1024 */
+    const size_t n = strcspn(s, ":");
+    char name[32];
+    if (n >= sizeof name || s[n] == 0) return "it wants HOW:N, such as sliding:1024";
+    memcpy(name, s, n);
+    name[n] = 0;
+    if (tkv_evict_from_name(name, &cfg->evict.kind) != TKV_OK) return "there is no such policy";
+    return plan_count(s + n + 1, strlen(s + n + 1), &cfg->evict_tokens) && cfg->evict_tokens
+               ? NULL
+               : "it wants a number of tokens behind the colon";
+}
+
 /* >>words */
 static inline int *plan_number(tkv_config *cfg, const char *word) { /* of a word that is a plain number */
     if (strcmp(word, "group") == 0) return &cfg->group_size;
@@ -140,12 +155,13 @@ static inline int *plan_number(tkv_config *cfg, const char *word) { /* of a word
     if (strcmp(word, "squat_block") == 0) return &cfg->squat_block;
     if (strcmp(word, "subspaces") == 0) return &cfg->subspaces;
     if (strcmp(word, "precise") == 0) return &cfg->precise;
+    if (strcmp(word, "every") == 0) return &cfg->importance_every;
     return NULL;
 }
 
 static inline int plan_knows(const char *word) {
-    static const char *const words[] = {"preset", "sinks", "hot",    "warm",   "archive",
-                                        "layers", "fit",   "rotate", "kvquant"};
+    static const char *const words[] = {"preset", "sinks", "hot",    "warm",    "archive",
+                                        "layers", "fit",   "rotate", "kvquant", "evict"};
     tkv_config cfg;
     size_t i;
     for (i = 0; i < sizeof words / sizeof *words; i++)
@@ -164,6 +180,7 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
     if (strcmp(word, "warm") == 0) return plan_tier(value, &cfg->warm_tokens, &cfg->warm);
     if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->archive);
     if (strcmp(word, "layers") == 0) return plan_layers(cfg, value);
+    if (strcmp(word, "evict") == 0) return plan_evict(cfg, value);
     if (strcmp(word, "sinks") == 0)
         return plan_tokens(value, strlen(value), &cfg->sink_tokens) ? NULL : "bad number of sinks";
     if (strcmp(word, "fit") == 0)
