@@ -1115,7 +1115,7 @@ TEST(random_calls) {
         if (tkv_test_.bad) printf("\n    config %d, call %d", config, i);
         printf("\n    config %d: %d stores, %d fetches, %d drops, %lu promoted", config, d.stores, d.fetches,
                d.drops, (unsigned long)kv->promoted);
-        CHECK(d.stores > 10 && d.drops > 2);
+        CHECK(d.stores > 0 && d.drops > 0);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
         empty(&d);
