@@ -2939,7 +2939,7 @@ typedef struct tkvi_side {
     int32_t start;        /* the same: of the block that is encoded */
     const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
     const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
+    const int8_t *levels; /* of V: 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
     const struct tkvi_grid *grid; /* format_token.h */
     const uint16_t
         *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */
@@ -4953,9 +4953,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                         rest += q[r * s->pad + position + c] *
                                 ((zero[m] - ref[position + c]) + centre * scale[m]);
                         middle += centre * (float)w[position + c];
-                        for (t = 0; t < n; t++)
-                            sum[t] += w[position + c] *
-                                      (s->levels ? s->levels[tile[4 * t + c] & 15] : tile[4 * t + c]);
+                        for (t = 0; t < n; t++) sum[t] += w[position + c] * tile[4 * t + c];
                     }
                 }
             for (; position < s->pad; position++) /* channels without codes */
@@ -5154,6 +5152,17 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
+/* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int byte) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+}
+
+#ifdef TKVI_AVX512
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int byte) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+}
+#endif
+
 /* >>shared pieces, without vectors */
 /* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
 TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
@@ -5188,8 +5197,7 @@ enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
-    const uint8_t *centre2;        /* K: [n] twice the centre of the codes that a weight meets */
-    float half;                    /* K: centre2 times half is tkvi_centre */
+    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight meets */
     float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
     int middle;
     int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
@@ -5237,13 +5245,8 @@ typedef struct tkvi_steps {
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
     int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
-
-static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
-    return s->levels ? 2 * v->bias : (1 << width) - 1;
-}
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
@@ -5291,12 +5294,11 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
+        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
-    a.half = s->levels ? 0.0f : 0.5f;
     a.n = s->pad;
     a.planes = planes;
     a.wide = tkvi_wide_places(s);
@@ -5969,8 +5971,8 @@ typedef struct tkvi_row_steps {
     /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
     void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
     void (*stand)(tkvi_rows *r);
-    /* The first n channels of token t, as floats before any rotation. [side][1: levels have a sign] */
-    void (*row[2][2])(const tkvi_rows *r, int t, int n, float *to);
+    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
+    void (*row[3])(const tkvi_rows *r, int t, int n, float *to);
     void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
 } tkvi_row_steps;
 
@@ -5999,8 +6001,7 @@ static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
             tkvi_next_tile(&at, width);
         }
     for (; position < s->pad; position++) /* channels without codes */
-        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position),
-               s->levels ? s->levels[tkvi_level_table(s, 0, 0)] : 0, TKVI_BLOCK);
+        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
     v->stand(r);
 }
 
@@ -6036,7 +6037,8 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
 static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
-    void (*row)(const tkvi_rows *, int, int, float *) = v->row[s->which == TKV_V][s->levels != NULL];
+    void (*row)(const tkvi_rows *, int, int, float *) =
+        v->row[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
     float *to = r->x;
     int t;
     if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
@@ -6072,8 +6074,7 @@ static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tk
 /* >>AVX2 */
 TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
     const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            _mm256_set1_epi8((char)((1 << bits) - 1)));
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx2((1 << bits) - 1));
 }
 
 /* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
@@ -6100,10 +6101,7 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            x[p] = tkvi_tile_plane_avx2(t, p, h);
-            if (t->levels) x[p] = tkvi_table_avx2(t->levels, x[p]);
-        }
+        for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx2(t, p, h);
         a = _mm256_unpacklo_epi32(x[0], x[1]);
         b = _mm256_unpacklo_epi32(x[2], x[3]);
         c = _mm256_unpackhi_epi32(x[0], x[1]);
@@ -6210,7 +6208,6 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
         tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
     }
 TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(k_signed, 1, 1)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
@@ -6224,12 +6221,11 @@ static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, in
         tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx2 = {
-    tkvi_four_columns_avx2,
-    tkvi_slab_avx2,
-    tkvi_stand_rows_avx2,
-    {{tkvi_row_k_avx2, tkvi_row_k_signed_avx2}, {tkvi_row_v_avx2, tkvi_row_v_signed_avx2}},
-    tkvi_unrotate_avx2};
+static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
+                                                   tkvi_slab_avx2,
+                                                   tkvi_stand_rows_avx2,
+                                                   {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
+                                                   tkvi_unrotate_avx2};
 
 static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                   int n, float *x, size_t stride) {
@@ -6248,8 +6244,7 @@ static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, 
 
 TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
     const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            _mm512_set1_epi8((char)((1 << bits) - 1)));
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx512((1 << bits) - 1));
 }
 
 /* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
@@ -6274,10 +6269,7 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
-    for (p = 0; p < 4; p++) {
-        x[p] = tkvi_tile_plane_avx512(t, p);
-        if (t->levels) x[p] = tkvi_table_avx512(t->levels, x[p]);
-    }
+    for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx512(t, p);
     a = _mm512_unpacklo_epi32(x[0], x[1]);
     b = _mm512_unpacklo_epi32(x[2], x[3]);
     c = _mm512_unpackhi_epi32(x[0], x[1]);
@@ -6367,7 +6359,6 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
         tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
     }
 TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(k_signed, 1, 1)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
@@ -6386,7 +6377,7 @@ static const tkvi_row_steps tkvi_row_steps_avx512 = {
     tkvi_four_columns_avx512,
     tkvi_slab_avx512,
     tkvi_stand_rows_avx512,
-    {{tkvi_row_k_avx512, tkvi_row_k_signed_avx512}, {tkvi_row_v_avx512, tkvi_row_v_signed_avx512}},
+    {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_unrotate_avx512};
 
 static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,
@@ -6704,7 +6695,7 @@ TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256(
 
 /* Codes of four planes, cut to `bits`, side by side in bytes. */
 TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
-    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i mask = tkvi_all_avx2((1 << bits) - 1);
     __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
     int p;
     TKVI_UNROLL
@@ -7476,8 +7467,9 @@ TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
 
 /* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, _mm256_set1_epi8((char)mask)));
-    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, _mm256_set1_epi8((char)mask)));
+    const __m256i all = tkvi_all_avx2(mask);
+    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
+    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
@@ -7572,7 +7564,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
         __m256 scale = _mm256_loadu_ps(a->scale + i);
         __m256i twice =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
-        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
+        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(0.5f));
         __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
@@ -7750,7 +7742,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     }
 
 /* Tiles of one width, two a step. */
-#define TKVI_PAIRS4_(width, MAC)                                                                             \
+#define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
         if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
@@ -7761,64 +7753,67 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
         tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
         e[0] = e[1] = _mm256_setzero_si256();                                                                \
         if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
-        TKVI_ROWS4_(MAC)                                                                                     \
+        TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
-TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
-    const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, at = 32 * h + 8 * b, apart = 16, v_side = 0;
-    const tkvi_fold *fold = h ? d->fold_group : d->fold;
-    const uint8_t *wide = d->wide;
-    const int8_t *w0 = d->w + h * d->w_group;
-    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int half = d->half, left = d->tiles, width, i, part;
-    TKVI_ROWS4_(TKVI_ZERO4_)
-    if (s->levels) table = tkvi_levels_avx2(s->levels);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-        const int n = tkvi_min(s->runs.n[width], left);
-        left -= n;
-        for (part = 0; part < 1 + (width == 8); part++) {
-            const uint8_t *tile = wide;
-            const int8_t *w = w0;
-            unit = _mm256_set1_epi16(part ? 16 : 1);
-            if (s->levels) {
-                TKVI_PAIRS4_(width, TKVI_LEVELED4_)
-            } else if (nw == 4 && width == 4) {
-                TKVI_PAIRS4_(4, TKVI_MAC4_)
-            } else if (nw == 4 && width == 3) {
-                TKVI_PAIRS4_(3, TKVI_MAC4_)
-            } else if (nw == 4 && width == 2) {
-                TKVI_PAIRS4_(2, TKVI_MAC4_)
-            } else {
-                TKVI_PAIRS4_(width, TKVI_MAC4_)
-            }
-        }
-        wide += n * bytes;
-        half += n * has_half;
-        w0 += 4 * n;
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+#define TKVI_DOT_K4_(rows, RUN)                                                                              \
+    static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
+        const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
+        int q, width, i, part;                                                                               \
+        for (q = 0; q < 4; q++) {                                                                            \
+            const int h = q / 2, b = q % 2, at = 32 * h + 8 * b;                                             \
+            const tkvi_fold *fold = h ? d->fold_group : d->fold;                                             \
+            const uint8_t *wide = d->wide;                                                                   \
+            const int8_t *w0 = d->w + h * d->w_group;                                                        \
+            __m256i c[2], e[2], u, v, unit;                                                                  \
+            int half = d->half, left = d->tiles;                                                             \
+            TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
+            for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
+                const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
+                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                left -= n;                                                                                   \
+                for (part = 0; part < 1 + (width == 8); part++) {                                            \
+                    const uint8_t *tile = wide;                                                              \
+                    const int8_t *w = w0;                                                                    \
+                    unit = _mm256_set1_epi16(part ? 16 : 1);                                                 \
+                    RUN                                                                                      \
+                }                                                                                            \
+                wide += n * bytes;                                                                           \
+                half += n * has_half;                                                                        \
+                w0 += 4 * n;                                                                                 \
+            }                                                                                                \
+            TKVI_ROWS4_(TKVI_SAVE4_)                                                                         \
+        }                                                                                                    \
     }
-    TKVI_ROWS4_(TKVI_SAVE4_)
-}
-
-TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
-    int q;
-    for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
-}
+#define TKVI_COMMON4_                                                                                        \
+    if (width == 4) {                                                                                        \
+        TKVI_PAIRS4_(4)                                                                                      \
+    } else if (width == 3) {                                                                                 \
+        TKVI_PAIRS4_(3)                                                                                      \
+    } else if (width == 2) {                                                                                 \
+        TKVI_PAIRS4_(2)                                                                                      \
+    } else {                                                                                                 \
+        TKVI_PAIRS4_(width)                                                                                  \
+    }
+TKVI_DOT_K4_(1, TKVI_PAIRS4_(width))
+TKVI_DOT_K4_(2, TKVI_PAIRS4_(width))
+TKVI_DOT_K4_(4, TKVI_COMMON4_)
+#undef TKVI_DOT_K4_
+#undef TKVI_COMMON4_
+#undef TKVI_PAIRS4_
 
 /* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
-                                     const int nw) {
+                                     const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
     const tkvi_fold *fold = d->fold;
-    const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_levels_avx2(levels);
+    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
@@ -7848,29 +7843,38 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
-    const int kind = nw == 4 && !d->s->levels ? d->width : 0;
-    int slab;
-    for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        if (kind == 4) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 4, nw);
-        else if (kind == 3) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 3, nw);
-        else if (kind == 2) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 2, nw);
-        else tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, d->width, nw);
-}
-
-#define TKVI_DOTS_AVX2_(nw)                                                                                  \
-    static TKVI_TARGET_AVX2 void tkvi_dot_k##nw##_avx2(tkvi_products *d) { tkvi_dot_k_avx2(d, nw); }         \
-    static TKVI_TARGET_AVX2 void tkvi_dot_v##nw##_avx2(tkvi_products *d) { tkvi_dot_v_avx2(d, nw); }
-TKVI_DOTS_AVX2_(1)
-TKVI_DOTS_AVX2_(2)
-TKVI_DOTS_AVX2_(4)
-#undef TKVI_DOTS_AVX2_
+/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
+#define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
+    static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
+        tkvi_dot_vs_avx2(d, skip, upper, at, width, levels, nw);                                             \
+    }
+TKVI_SLAB4_(1, d->width, d->s->levels, 1)
+TKVI_SLAB4_(2, d->width, d->s->levels, 2)
+TKVI_SLAB4_(4, d->width, d->s->levels, 4)
+TKVI_SLAB4_(4_of_2, 2, NULL, 4)
+TKVI_SLAB4_(4_of_3, 3, NULL, 4)
+TKVI_SLAB4_(4_of_4, 4, NULL, 4)
+#undef TKVI_SLAB4_
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
 #undef TKVI_MAC4_
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
-#undef TKVI_PAIRS4_
+
+static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
+    int slab;
+    for (slab = 0; slab < d->slabs << d->pairs; slab++)
+        dot(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
+}
+
+static void tkvi_dot_v1_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_1_avx2); }
+static void tkvi_dot_v2_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_2_avx2); }
+static void tkvi_dot_v4_avx2(tkvi_products *d) {
+    static const tkvi_slab_dot common[5] = {tkvi_slab_4_avx2, tkvi_slab_4_avx2, tkvi_slab_4_of_2_avx2,
+                                            tkvi_slab_4_of_3_avx2, tkvi_slab_4_of_4_avx2};
+    tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
+}
 
 /* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
@@ -7881,8 +7885,8 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {
-    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, 0, 0};
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+                                           tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {
@@ -7923,9 +7927,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  *             looked at once per 16 products, by branches that go the same way for a whole run.
  *   Floats:   4 vectors x up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
- *
- * Levels of a table are signed, but the operand of codes is unsigned: they are biased by 127, which comes off
- * with the centre. (Levels as the signed operand would need unsigned weights and a sign per product.)
  */
 #ifndef TKVI_KERNELS_AVX512_H
 #define TKVI_KERNELS_AVX512_H
@@ -8494,9 +8495,10 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. */
-TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8_t *p,
-                                          const tkvi_apart_avx512 *a, const int k) {
+/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked each
+ * time: the branch goes the same way all the time. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
+                                          const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
     __m512i x;
     if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -8519,7 +8521,7 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
 }
 
 /* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
                                              const int by_channel, const int turn, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
@@ -8550,8 +8552,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
                 const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
                 const uint8_t *kj = k + (size_t)j * rd->row;
                 const float *mj = m + 16 * j * rd->vectors;
-                __m512 x = tkvi_level_avx512(kind, kj + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(kind, kj + rd->at[v + 1], &apart, 1);
+                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
                 y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
@@ -8592,7 +8594,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
     }
 }
 
-/* A function for each kind of codes, so that nothing is asked in its loops. */
+/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
 #define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
                                                           const float *q, const float *more, int rows,       \
@@ -8602,9 +8604,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
         else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
-TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
-TKVI_DECODED_K_(e4m3, TKVI_CODES_E4M3, 0, 0)
-TKVI_DECODED_K_(e5m2, TKVI_CODES_E5M2, 0, 0)
+TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
 TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
@@ -8624,9 +8624,8 @@ TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
                                                      int rows, int n, int planes, float *scores) {
-    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
-                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
-                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
                                                               tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
@@ -8641,7 +8640,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     if (rd.parts) tkvi_parts_avx512(&rd);
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
-    kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
+    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
     if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
@@ -8664,9 +8663,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
-                                             const float *p, int rows, int n, int first, const int nr,
-                                             const int nv, float *out) {
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+                                             int rows, int n, int first, const int nr, const int nv,
+                                             float *out) {
     const uint8_t *src = rd->codes + first * rd->bits / 8;
     const float *by = rd->by;
     tkvi_apart_avx512 apart;
@@ -8715,16 +8714,14 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_
         for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
     }
 TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
-TKVI_DECODED_V_(int8, TKVI_CODES_INT8)
-TKVI_DECODED_V_(e4m3, TKVI_CODES_E4M3)
-TKVI_DECODED_V_(e5m2, TKVI_CODES_E5M2)
+TKVI_DECODED_V_(bytes, rd->kind)
 #undef TKVI_DECODED_V_
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *p, int rows, int n,
                                                      int planes, float *out) {
-    static void (*const kinds[4])(const tkvi_reading *rd, const float *p, int rows, int n, float *out) = {
-        tkvi_table_v_avx512, tkvi_int8_v_avx512, tkvi_e4m3_v_avx512, tkvi_e5m2_v_avx512};
+    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
     TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     tkvi_reading rd;
     float *o = s->grid && s->rotate ? sum : out;
@@ -8735,7 +8732,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
     }
     if (rd.parts) tkvi_parts_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows; r += 4)
+        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
     for (r = 0; r < rows && o == sum; r++) {
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
@@ -8759,7 +8757,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
+    return _mm512_and_si512(x, tkvi_all_avx512(mask));
 }
 
 /* The codes of one tile as bytes, plane by plane; see tile.h for what stands where. */
@@ -8797,12 +8795,9 @@ TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, c
     }
 }
 
-#define TKVI_BIAS_AVX512 127
-
 /* The 16 levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels, int bias) {
-    __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8((char)bias));
+TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
 /* 64 neighbours from four vectors that were packed to bytes. */
@@ -8841,7 +8836,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
         __m512 scale = _mm512_loadu_ps(a->scale + i);
         __m512i twice =
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
-        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
+        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(0.5f));
         __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
@@ -9030,12 +9025,6 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
     i = tkvi_min(s->runs.n[width], left);                                                                    \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
         tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
-        if (s->levels && width <= 4) {                                                                       \
-            x[0] = _mm512_shuffle_epi8(table, x[0]);                                                         \
-            x[1] = _mm512_shuffle_epi8(table, x[1]);                                                         \
-            x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
-            x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
-        }                                                                                                    \
         if (d->ahead && (i & d->turns) == d->turn) {                                                         \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
@@ -9050,10 +9039,9 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
-    __m512i table = _mm512_setzero_si512(), x[4], four;
+    __m512i x[4], four;
     int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
-    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -9109,8 +9097,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
     if (how != TKVI_PLAIN) {
-        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0), 0);
-        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1), 0);
+        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
         tkvi_planes_avx512(width, wide, d->tops, half, x);
@@ -9122,8 +9110,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
                 y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
                 x[p] = _mm512_shuffle_epi8(table, x[p]);
             } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], _mm512_set1_epi8(-128));
-                y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
+                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
             }
         }
         if (d->ahead && (t / 16 & d->turns) == d->turn) {
@@ -9189,7 +9177,7 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
 }
 
 static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512,      TKVI_BIAS_AVX512,   128};
+                                             tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {
@@ -10162,7 +10150,6 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
             tkvi_unpack_128(src, &at, width, to);
-            if (s->levels) tkvi_level_128(s->levels, to, TKVI_TILE_CODES, to);
             tkvi_next_tile(&at, width);
             if (++here < TKVI_CHUNK_128) continue;
             tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);
@@ -10698,47 +10685,33 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
     return 1;
 }
 
-/* This block is that other one from now on. */
-TKVI_FLAT_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, const int nv, int16_t *by) {
-    tkvi_many_queries *q = a->q;
+/* This block is that other one from now on, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, int v) {
+    const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
-    __m512 most[2], times[2];
-    int c, v, j;
-    q->coded = a->coded;
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) most[v] = _mm512_setzero_ps();
+    __m512 most = _mm512_setzero_ps(), times;
+    int c, j;
     for (c = 0; c < a->coded; c++) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            const __m512 x = _mm512_loadu_ps(q->q + (order ? order[c] : c) * 16 * nv + 16 * v);
-            most[v] = _mm512_max_ps(most[v], _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
-        }
-        q->inverse[c] = fabsf(a->scale[c]) > 1e-34f ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
-        by[c] = fabsf(a->scale[c]) > 1e-34f ? TKVI_MANY_ONE : 0;
+        const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
+        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
     }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        times[v] = tkvi_many_inverse_avx512(most[v], 32767.0f);
-        _mm512_store_ps(q->unit + 16 * v, _mm512_mul_ps(most[v], _mm512_set1_ps(2.0f / 32767.0f)));
-    }
+    times = tkvi_many_inverse_avx512(most, 32767.0f);
+    _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
+        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        __m512i x[4], y[2];
         TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            int16_t *to = q->whole + (c * nv + 4 * v) * 16;
-            __m512i x[4], y[2];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const float *from = q->q + (order ? order[c + j] : c + j) * 16 * nv + 16 * v;
-                x[j] = tkvi_nearest_avx512(_mm512_mul_ps(
-                    _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times[v]));
-            }
-            x[0] = _mm512_packs_epi32(x[0], x[1]);
-            x[2] = _mm512_packs_epi32(x[2], x[3]);
-            y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
-            y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
-            _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
-            _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
+        for (j = 0; j < 4; j++) {
+            const float *from = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            x[j] = tkvi_nearest_avx512(
+                _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times));
         }
+        x[0] = _mm512_packs_epi32(x[0], x[1]);
+        x[2] = _mm512_packs_epi32(x[2], x[3]);
+        y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
+        y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
+        _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
+        _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
     }
 }
 
@@ -10756,9 +10729,10 @@ TKVI_FLAT_AVX512 __m512i tkvi_many_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* 16 rows, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, const int nv, int v,
-                                            int two, tkvi_many_fold *f) {
+/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
+static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, int v,
+                                                     int two, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
     const int16_t *whole = a->q->whole + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
     __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
@@ -10766,7 +10740,7 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
@@ -10800,7 +10774,7 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
     }
     for (c = 0; c < two; c += 4) { /* 128 hi + lo */
         __m512i lo[2];
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -10813,18 +10787,18 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
-        _mm512_store_si512((void *)(f->w[0] + 16 * nv * c + 64 * v), y[0]);
-        _mm512_store_si512((void *)(f->w[1] + 16 * nv * c + 64 * v), lo[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
+        _mm512_store_si512((void *)(f->w[1] + lanes * c + 64 * v), lo[0]);
     }
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
         centre = tkvi_many_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
-        _mm512_store_si512((void *)(f->w[0] + 16 * nv * c + 64 * v), y[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
     _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
     /* the largest weight is 127, or there is none */
@@ -10834,43 +10808,47 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
                                   _mm512_cvtepi32_ps(squares), TKVI_PLANE);
 }
 
-TKVI_FLAT_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, const int nv, tkvi_many_fold *f) {
+/* Adds what does not depend on codes, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, int v, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
-    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
-    int c, v, j, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    __m512 rest[2][4];
-    if (!tkvi_many_near_avx512(a, by)) tkvi_many_anew_avx512(a, nv, by);
+    __m512 rest[4];
+    int c, j;
     TKVI_UNROLL
-    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, nv, v, two, f);
-    if (tower) {
-        two = a->coded;
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) tkvi_many_round_avx512(a, by, nv, v, two, f);
-    }
-    f->second = two / 4;
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) rest[v][j] = _mm512_setzero_ps();
-    }
+    for (j = 0; j < 4; j++) rest[j] = _mm512_setzero_ps();
     for (c = 0; c < a->s->pad; c += 4) {
         TKVI_UNROLL
         for (j = 0; j < 4; j++) {
-            const float *q = a->q->q + (order ? order[c + j] : c + j) * 16 * nv;
-            const __m512 z = _mm512_set1_ps(a->rest[c + j]);
-            TKVI_UNROLL
-            for (v = 0; v < nv; v++) rest[v][j] = _mm512_fmadd_ps(_mm512_loadu_ps(q + 16 * v), z, rest[v][j]);
+            const float *q = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            rest[j] = _mm512_fmadd_ps(_mm512_loadu_ps(q), _mm512_set1_ps(a->rest[c + j]), rest[j]);
         }
     }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        rest[v][0] =
-            _mm512_add_ps(_mm512_add_ps(rest[v][0], rest[v][1]), _mm512_add_ps(rest[v][2], rest[v][3]));
-        _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[v][0]));
-    }
+    rest[0] = _mm512_add_ps(_mm512_add_ps(rest[0], rest[1]), _mm512_add_ps(rest[2], rest[3]));
+    _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-/* Levels of a table are biased, as in kernels_avx512.h. */
+static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, tkvi_many_fold *f) {
+    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
+    const int nv = a->q->lanes / 16;
+    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
+    if (!tkvi_many_near_avx512(a, by)) {
+        a->q->coded = a->coded;
+        for (v = 0; v < nv; v++) tkvi_many_anew_avx512(a, v);
+        for (c = 0; c < a->coded; c++) {
+            const int some = fabsf(a->scale[c]) > 1e-34f;
+            a->q->inverse[c] = some ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
+            by[c] = some ? TKVI_MANY_ONE : 0;
+        }
+    }
+    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, v, two, f);
+    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) {
+        if (tower) (void)tkvi_many_round_avx512(a, by, v, two, f);
+        tkvi_many_rest_avx512(a, v, f);
+    }
+    f->second = two / 4;
+}
+
 #define TKVI_RUN_(width)                                                                                     \
     for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
         tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
@@ -10878,18 +10856,14 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, const int
         wide += tkvi_wide_bytes[width];                                                                      \
         half += tkvi_has_half[width];                                                                        \
         TKVI_UNROLL                                                                                          \
-        for (p = 0; p < 4; p++) {                                                                            \
-            if (s->levels && width <= 4) y[p] = _mm512_shuffle_epi8(table, y[p]);                            \
-            _mm512_store_si512((void *)(x + 64 * p), y[p]);                                                  \
-        }                                                                                                    \
+        for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* All tiles to bytes: [tile][64 tokens][4] */
 static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                          uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
-    __m512i y[4], table = _mm512_setzero_si512();
+    __m512i y[4];
     int half = 0, i, p;
-    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -10904,7 +10878,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, con
 /* zero - ref + centre * scale, in place of zero */
 static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
                                                       const float *ref, const float *scale, float *zero) {
-    const __m512 half = _mm512_set1_ps(s->levels ? 0.0f : 0.5f);
+    const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
         const __m512 middle = _mm512_mul_ps(half, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(
@@ -10930,7 +10904,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     s->format->side[TKV_K].meta(s, src, &tkvi_helpers_avx512, scale, rest);
     tkvi_many_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
     for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, tkvi_centre2(&tkvi_steps_avx512, s, width), (size_t)(4 * s->runs.n[width]));
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
     if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
@@ -10948,8 +10922,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
-        if (q->lanes > 16) tkvi_many_fold_k_avx512(&a, 2, &fold);
-        else tkvi_many_fold_k_avx512(&a, 1, &fold);
+        tkvi_many_fold_k_avx512(&a, &fold);
         tkvi_many_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
                                 scores + g * tokens * q->lanes);
     }
@@ -10965,7 +10938,7 @@ typedef struct tkvi_many_values {
 TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const int nv, tkvi_many_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = _mm512_set1_epi8(1);
+    const __m512i ones = tkvi_all_avx512(1);
     __m512 most[2], sum[2], squares[2], by[2];
     __m512i all[2][2];
     int t, v, j, tower = a->planes == 2, some = 0;
@@ -11050,8 +11023,8 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
-    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0), 0);
-    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1), 0);
+    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
         tkvi_planes_avx512(width, wide, tops, half, y);
         wide += tkvi_wide_bytes[width];
@@ -11062,7 +11035,7 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
             if (pairs)
                 _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
             if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
             _mm512_store_si512((void *)to, y[p]);
         }
     }

@@ -202,7 +202,7 @@ typedef struct tkvi_side {
     int32_t start;        /* the same: of the block that is encoded */
     const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
     const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
+    const int8_t *levels; /* of V: 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
     const struct tkvi_grid *grid; /* format_token.h */
     const uint16_t
         *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */

@@ -230,9 +230,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                         rest += q[r * s->pad + position + c] *
                                 ((zero[m] - ref[position + c]) + centre * scale[m]);
                         middle += centre * (float)w[position + c];
-                        for (t = 0; t < n; t++)
-                            sum[t] += w[position + c] *
-                                      (s->levels ? s->levels[tile[4 * t + c] & 15] : tile[4 * t + c]);
+                        for (t = 0; t < n; t++) sum[t] += w[position + c] * tile[4 * t + c];
                     }
                 }
             for (; position < s->pad; position++) /* channels without codes */

@@ -560,7 +560,6 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t *to = code + here * TKVI_TILE_CODES;
             tkvi_unpack_128(src, &at, width, to);
-            if (s->levels) tkvi_level_128(s->levels, to, TKVI_TILE_CODES, to);
             tkvi_next_tile(&at, width);
             if (++here < TKVI_CHUNK_128) continue;
             tkvi_chunk_k_128(code, first, here, w[0], w_group, weight_rows, sum);

@@ -144,7 +144,7 @@ TKVI_FLAT_AVX2 void tkvi_save_avx2(uint8_t *p, __m256i x) { _mm256_storeu_si256(
 
 /* Codes of four planes, cut to `bits`, side by side in bytes. */
 TKVI_FLAT_AVX2 __m256i tkvi_planes_avx2(const __m256i *code, const int shift, const int bits, const int n) {
-    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i mask = tkvi_all_avx2((1 << bits) - 1);
     __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
     int p;
     TKVI_UNROLL
@@ -916,8 +916,9 @@ TKVI_FLAT_AVX2 __m256i tkvi_levels_avx2(const int8_t *levels) {
 
 /* 16-bit shifts move bits into the neighbour byte, the masks take them away. */
 TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, _mm256_set1_epi8((char)mask)));
-    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, _mm256_set1_epi8((char)mask)));
+    const __m256i all = tkvi_all_avx2(mask);
+    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
+    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
@@ -1012,7 +1013,7 @@ TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_folding *a, int first, int left,
         __m256 scale = _mm256_loadu_ps(a->scale + i);
         __m256i twice =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
-        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(a->half));
+        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(0.5f));
         __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
         zero = _mm256_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
@@ -1190,7 +1191,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
     }
 
 /* Tiles of one width, two a step. */
-#define TKVI_PAIRS4_(width, MAC)                                                                             \
+#define TKVI_PAIRS4_(width)                                                                                  \
     for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
         const int both = i + 1 < n;                                                                          \
         if (d->ahead && (i / 2 & (4 * d->turns + 3)) == 4 * d->turn + 2 * h + b) {                           \
@@ -1201,64 +1202,67 @@ TKVI_FLAT_AVX2 __m256i tkvi_leveled_avx2(__m256i c, __m256i u, __m256i table) {
         tkvi_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                           \
         e[0] = e[1] = _mm256_setzero_si256();                                                                \
         if (both) tkvi_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);   \
-        TKVI_ROWS4_(MAC)                                                                                     \
+        TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
     }
 
-/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. Two tiles a step. */
-TKVI_FLAT_AVX2 void tkvi_dot_kq_avx2(tkvi_products *d, int h, int b, const int nw) {
-    const tkvi_side *s = d->s;
-    const int stride = TKV_MAX_HEAD_DIM, at = 32 * h + 8 * b, apart = 16, v_side = 0;
-    const tkvi_fold *fold = h ? d->fold_group : d->fold;
-    const uint8_t *wide = d->wide;
-    const int8_t *w0 = d->w + h * d->w_group;
-    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int half = d->half, left = d->tiles, width, i, part;
-    TKVI_ROWS4_(TKVI_ZERO4_)
-    if (s->levels) table = tkvi_levels_avx2(s->levels);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-        const int n = tkvi_min(s->runs.n[width], left);
-        left -= n;
-        for (part = 0; part < 1 + (width == 8); part++) {
-            const uint8_t *tile = wide;
-            const int8_t *w = w0;
-            unit = _mm256_set1_epi16(part ? 16 : 1);
-            if (s->levels) {
-                TKVI_PAIRS4_(width, TKVI_LEVELED4_)
-            } else if (nw == 4 && width == 4) {
-                TKVI_PAIRS4_(4, TKVI_MAC4_)
-            } else if (nw == 4 && width == 3) {
-                TKVI_PAIRS4_(3, TKVI_MAC4_)
-            } else if (nw == 4 && width == 2) {
-                TKVI_PAIRS4_(2, TKVI_MAC4_)
-            } else {
-                TKVI_PAIRS4_(width, TKVI_MAC4_)
-            }
-        }
-        wide += n * bytes;
-        half += n * has_half;
-        w0 += 4 * n;
+/* K: lanes are 8 tokens from 32h + 8b and 8 from 32h + 16 + 8b. RUN is TKVI_PAIRS4_ for the widths that are met. */
+#define TKVI_DOT_K4_(rows, RUN)                                                                              \
+    static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
+        const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
+        int q, width, i, part;                                                                               \
+        for (q = 0; q < 4; q++) {                                                                            \
+            const int h = q / 2, b = q % 2, at = 32 * h + 8 * b;                                             \
+            const tkvi_fold *fold = h ? d->fold_group : d->fold;                                             \
+            const uint8_t *wide = d->wide;                                                                   \
+            const int8_t *w0 = d->w + h * d->w_group;                                                        \
+            __m256i c[2], e[2], u, v, unit;                                                                  \
+            int half = d->half, left = d->tiles;                                                             \
+            TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
+            for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
+                const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
+                const int n = tkvi_min(d->s->runs.n[width], left);                                           \
+                left -= n;                                                                                   \
+                for (part = 0; part < 1 + (width == 8); part++) {                                            \
+                    const uint8_t *tile = wide;                                                              \
+                    const int8_t *w = w0;                                                                    \
+                    unit = _mm256_set1_epi16(part ? 16 : 1);                                                 \
+                    RUN                                                                                      \
+                }                                                                                            \
+                wide += n * bytes;                                                                           \
+                half += n * has_half;                                                                        \
+                w0 += 4 * n;                                                                                 \
+            }                                                                                                \
+            TKVI_ROWS4_(TKVI_SAVE4_)                                                                         \
+        }                                                                                                    \
     }
-    TKVI_ROWS4_(TKVI_SAVE4_)
-}
-
-TKVI_FLAT_AVX2 void tkvi_dot_k_avx2(tkvi_products *d, const int nw) {
-    int q;
-    for (q = 0; q < 4; q++) tkvi_dot_kq_avx2(d, q / 2, q % 2, nw);
-}
+#define TKVI_COMMON4_                                                                                        \
+    if (width == 4) {                                                                                        \
+        TKVI_PAIRS4_(4)                                                                                      \
+    } else if (width == 3) {                                                                                 \
+        TKVI_PAIRS4_(3)                                                                                      \
+    } else if (width == 2) {                                                                                 \
+        TKVI_PAIRS4_(2)                                                                                      \
+    } else {                                                                                                 \
+        TKVI_PAIRS4_(width)                                                                                  \
+    }
+TKVI_DOT_K4_(1, TKVI_PAIRS4_(width))
+TKVI_DOT_K4_(2, TKVI_PAIRS4_(width))
+TKVI_DOT_K4_(4, TKVI_COMMON4_)
+#undef TKVI_DOT_K4_
+#undef TKVI_COMMON4_
+#undef TKVI_PAIRS4_
 
 /* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab, which starts `skip` tiles on and whose answers go to out[at];
  * `upper`: of the second channels of pairs. */
 TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
-                                     const int nw) {
+                                     const int8_t *levels, const int nw) {
     const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
     const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
     const tkvi_fold *fold = d->fold;
-    const int8_t *levels = d->s->levels ? d->s->levels + tkvi_level_table(d->s, width, upper) : NULL;
     __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
     int t, h, part;
     TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_levels_avx2(levels);
+    if (levels) table = tkvi_levels_avx2(levels + tkvi_level_table(d->s, width, upper));
     for (part = 0; part < 1 + (width == 8); part++) {
         const uint8_t *tile = d->wide + skip * bytes;
         const int8_t *w = d->w;
@@ -1288,29 +1292,38 @@ TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int 
     TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-TKVI_FLAT_AVX2 void tkvi_dot_v_avx2(tkvi_products *d, const int nw) {
-    const int kind = nw == 4 && !d->s->levels ? d->width : 0;
-    int slab;
-    for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        if (kind == 4) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 4, nw);
-        else if (kind == 3) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 3, nw);
-        else if (kind == 2) tkvi_dot_vs_avx2(d, 4 * slab, 0, 16 * slab, 2, nw);
-        else tkvi_dot_vs_avx2(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab, d->width, nw);
-}
-
-#define TKVI_DOTS_AVX2_(nw)                                                                                  \
-    static TKVI_TARGET_AVX2 void tkvi_dot_k##nw##_avx2(tkvi_products *d) { tkvi_dot_k_avx2(d, nw); }         \
-    static TKVI_TARGET_AVX2 void tkvi_dot_v##nw##_avx2(tkvi_products *d) { tkvi_dot_v_avx2(d, nw); }
-TKVI_DOTS_AVX2_(1)
-TKVI_DOTS_AVX2_(2)
-TKVI_DOTS_AVX2_(4)
-#undef TKVI_DOTS_AVX2_
+/* What is met most, four rows of 2 to 4 bits, has its width as a constant. */
+typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
+#define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
+    static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
+        tkvi_dot_vs_avx2(d, skip, upper, at, width, levels, nw);                                             \
+    }
+TKVI_SLAB4_(1, d->width, d->s->levels, 1)
+TKVI_SLAB4_(2, d->width, d->s->levels, 2)
+TKVI_SLAB4_(4, d->width, d->s->levels, 4)
+TKVI_SLAB4_(4_of_2, 2, NULL, 4)
+TKVI_SLAB4_(4_of_3, 3, NULL, 4)
+TKVI_SLAB4_(4_of_4, 4, NULL, 4)
+#undef TKVI_SLAB4_
 #undef TKVI_ROWS4_
 #undef TKVI_ZERO4_
 #undef TKVI_MAC4_
 #undef TKVI_LEVELED4_
 #undef TKVI_SAVE4_
-#undef TKVI_PAIRS4_
+
+static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
+    int slab;
+    for (slab = 0; slab < d->slabs << d->pairs; slab++)
+        dot(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
+}
+
+static void tkvi_dot_v1_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_1_avx2); }
+static void tkvi_dot_v2_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_2_avx2); }
+static void tkvi_dot_v4_avx2(tkvi_products *d) {
+    static const tkvi_slab_dot common[5] = {tkvi_slab_4_avx2, tkvi_slab_4_avx2, tkvi_slab_4_of_2_avx2,
+                                            tkvi_slab_4_of_3_avx2, tkvi_slab_4_of_4_avx2};
+    tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
+}
 
 /* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
 static void tkvi_dot_avx2(tkvi_products *d, int rows) {
@@ -1321,8 +1334,8 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {
-    &tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2, tkvi_dot_avx2, 0, 0};
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+                                           tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                               const float *ref, int rows, int n, int planes, float *scores) {

@@ -7,9 +7,6 @@
  *             looked at once per 16 products, by branches that go the same way for a whole run.
  *   Floats:   4 vectors x up to 4 query rows.
  * Both are written once, with the number of rows as a constant argument.
- *
- * Levels of a table are signed, but the operand of codes is unsigned: they are biased by 127, which comes off
- * with the centre. (Levels as the signed operand would need unsigned weights and a sign per product.)
  */
 #ifndef TKVI_KERNELS_AVX512_H
 #define TKVI_KERNELS_AVX512_H
@@ -579,9 +576,10 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     a->level = _mm512_load_ps(r->level);
 }
 
-/* 16 levels; those of a vector that is not whole end in rubbish. */
-TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(const tkvi_code_kind kind, const uint8_t *p,
-                                          const tkvi_apart_avx512 *a, const int k) {
+/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked each
+ * time: the branch goes the same way all the time. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
+                                          const int k) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
     __m512i x;
     if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -604,7 +602,7 @@ static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
 }
 
 /* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
                                              const int by_channel, const int turn, int from, int n,
                                              const float *q, const float *more, int rows, const int nr,
                                              float *scores) {
@@ -635,8 +633,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
                 const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
                 const uint8_t *kj = k + (size_t)j * rd->row;
                 const float *mj = m + 16 * j * rd->vectors;
-                __m512 x = tkvi_level_avx512(kind, kj + rd->at[v], &apart, 0);
-                __m512 y = tkvi_level_avx512(kind, kj + rd->at[v + 1], &apart, 1);
+                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
                 x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
                 y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
                 a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
@@ -677,7 +675,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
     }
 }
 
-/* A function for each kind of codes, so that nothing is asked in its loops. */
+/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
 #define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
     static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
                                                           const float *q, const float *more, int rows,       \
@@ -687,9 +685,7 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, const tkvi_
         else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
     }
 TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
-TKVI_DECODED_K_(int8, TKVI_CODES_INT8, 0, 0)
-TKVI_DECODED_K_(e4m3, TKVI_CODES_E4M3, 0, 0)
-TKVI_DECODED_K_(e5m2, TKVI_CODES_E5M2, 0, 0)
+TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
 TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
 TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
@@ -709,9 +705,8 @@ TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *
 static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *q, const float *ref,
                                                      int rows, int n, int planes, float *scores) {
-    static void (*const kinds[6])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
-                                  int rows, float *scores) = {tkvi_table_k_avx512,    tkvi_int8_k_avx512,
-                                                              tkvi_e4m3_k_avx512,     tkvi_e5m2_k_avx512,
+    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
                                                               tkvi_channels_k_avx512, tkvi_turning_k_avx512};
     TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
     TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
@@ -726,7 +721,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     if (rd.parts) tkvi_parts_avx512(&rd);
     tkvi_reading_queries(&rd, q, ref, rows, x, less);
-    kind = rd.rope ? 5 : rd.by_channel ? 4 : (int)rd.kind;
+    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
     step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
     if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
     if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
@@ -749,9 +744,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
 }
 
 /* nv vectors of 16 channels x up to 4 rows, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_code_kind kind,
-                                             const float *p, int rows, int n, int first, const int nr,
-                                             const int nv, float *out) {
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+                                             int rows, int n, int first, const int nr, const int nv,
+                                             float *out) {
     const uint8_t *src = rd->codes + first * rd->bits / 8;
     const float *by = rd->by;
     tkvi_apart_avx512 apart;
@@ -800,16 +795,14 @@ TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, const tkvi_
         for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
     }
 TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
-TKVI_DECODED_V_(int8, TKVI_CODES_INT8)
-TKVI_DECODED_V_(e4m3, TKVI_CODES_E4M3)
-TKVI_DECODED_V_(e5m2, TKVI_CODES_E5M2)
+TKVI_DECODED_V_(bytes, rd->kind)
 #undef TKVI_DECODED_V_
 
 static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
                                                      const uint8_t *next, const float *p, int rows, int n,
                                                      int planes, float *out) {
-    static void (*const kinds[4])(const tkvi_reading *rd, const float *p, int rows, int n, float *out) = {
-        tkvi_table_v_avx512, tkvi_int8_v_avx512, tkvi_e4m3_v_avx512, tkvi_e5m2_v_avx512};
+    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
     TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
     tkvi_reading rd;
     float *o = s->grid && s->rotate ? sum : out;
@@ -820,7 +813,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
     }
     if (rd.parts) tkvi_parts_avx512(&rd);
     if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    for (r = 0; r < rows; r += 4) kinds[rd.kind](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows; r += 4)
+        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
     for (r = 0; r < rows && o == sum; r++) {
         tkvi_rotate_back(sum + r * s->pad, s->dim);
         for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
@@ -844,7 +838,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
     if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
     if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
+    return _mm512_and_si512(x, tkvi_all_avx512(mask));
 }
 
 /* The codes of one tile as bytes, plane by plane; see tile.h for what stands where. */
@@ -882,12 +876,9 @@ TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, c
     }
 }
 
-#define TKVI_BIAS_AVX512 127
-
 /* The 16 levels in each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels, int bias) {
-    __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-    return _mm512_add_epi8(x, _mm512_set1_epi8((char)bias));
+TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
 /* 64 neighbours from four vectors that were packed to bytes. */
@@ -926,7 +917,7 @@ TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int l
         __m512 scale = _mm512_loadu_ps(a->scale + i);
         __m512i twice =
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
-        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(a->half));
+        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(0.5f));
         __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
         zero = _mm512_fmadd_ps(centre, scale, zero);
         TKVI_UNROLL
@@ -1115,12 +1106,6 @@ TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold
     i = tkvi_min(s->runs.n[width], left);                                                                    \
     for (left -= i; i > 0; i--, w += 4) {                                                                    \
         tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
-        if (s->levels && width <= 4) {                                                                       \
-            x[0] = _mm512_shuffle_epi8(table, x[0]);                                                         \
-            x[1] = _mm512_shuffle_epi8(table, x[1]);                                                         \
-            x[2] = _mm512_shuffle_epi8(table, x[2]);                                                         \
-            x[3] = _mm512_shuffle_epi8(table, x[3]);                                                         \
-        }                                                                                                    \
         if (d->ahead && (i & d->turns) == d->turn) {                                                         \
             tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
             tkvi_prefetch_rest(d);                                                                           \
@@ -1135,10 +1120,9 @@ TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
     const tkvi_side *s = d->s;
     const uint8_t *wide = d->wide;
     const int8_t *w = d->w;
-    __m512i table = _mm512_setzero_si512(), x[4], four;
+    __m512i x[4], four;
     int half = d->half, left = d->tiles, i;
     TKVI_ROWS_(TKVI_ZERO_)
-    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -1194,8 +1178,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
     int half = d->half + 4 * slab * has_half, t, p;
     TKVI_ROWS_(TKVI_ZERO_)
     if (how != TKVI_PLAIN) {
-        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0), 0);
-        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1), 0);
+        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
     }
     for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
         tkvi_planes_avx512(width, wide, d->tops, half, x);
@@ -1207,8 +1191,8 @@ TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const in
                 y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
                 x[p] = _mm512_shuffle_epi8(table, x[p]);
             } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], _mm512_set1_epi8(-128));
-                y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
+                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
             }
         }
         if (d->ahead && (t / 16 & d->turns) == d->turn) {
@@ -1274,7 +1258,7 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
 }
 
 static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
-                                             tkvi_dot_avx512,      TKVI_BIAS_AVX512,   128};
+                                             tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int planes, float *scores) {

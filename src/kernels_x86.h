@@ -56,6 +56,17 @@
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
+/* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int byte) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+}
+
+#ifdef TKVI_AVX512
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int byte) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+}
+#endif
+
 /* >>shared pieces, without vectors */
 /* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
 TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
@@ -90,8 +101,7 @@ enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of
 typedef struct tkvi_folding {
     const float *x, *scale, *zero; /* x: [row][n] */
     const float *ref;              /* K */
-    const uint8_t *centre2;        /* K: [n] twice the centre of the codes that a weight meets */
-    float half;                    /* K: centre2 times half is tkvi_centre */
+    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight meets */
     float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
     int middle;
     int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
@@ -139,13 +149,8 @@ typedef struct tkvi_steps {
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
     int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
     void (*dot)(tkvi_products *d, int rows);
-    int bias; /* what `dot` adds to levels of a table of K to make them unsigned */
     int less; /* what it takes from 8-bit codes of V to make them signed */
 } tkvi_steps;
-
-static int tkvi_centre2(const tkvi_steps *v, const tkvi_side *s, int width) {
-    return s->levels ? 2 * v->bias : (1 << width) - 1;
-}
 
 static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
     d->s = s;
@@ -193,12 +198,11 @@ static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
     s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
     tkvi_products_set(&d, s, src);
     for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
-        if (s->runs.n[width]) memset(centre2 + c, tkvi_centre2(v, s, width), (size_t)(4 * s->runs.n[width]));
+        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.x = q;
     a.ref = ref;
     a.centre2 = centre2;
-    a.half = s->levels ? 0.0f : 0.5f;
     a.n = s->pad;
     a.planes = planes;
     a.wide = tkvi_wide_places(s);

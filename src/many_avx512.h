@@ -273,47 +273,33 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
     return 1;
 }
 
-/* This block is that other one from now on. */
-TKVI_FLAT_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, const int nv, int16_t *by) {
-    tkvi_many_queries *q = a->q;
+/* This block is that other one from now on, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, int v) {
+    const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
-    __m512 most[2], times[2];
-    int c, v, j;
-    q->coded = a->coded;
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) most[v] = _mm512_setzero_ps();
+    __m512 most = _mm512_setzero_ps(), times;
+    int c, j;
     for (c = 0; c < a->coded; c++) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            const __m512 x = _mm512_loadu_ps(q->q + (order ? order[c] : c) * 16 * nv + 16 * v);
-            most[v] = _mm512_max_ps(most[v], _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
-        }
-        q->inverse[c] = fabsf(a->scale[c]) > 1e-34f ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
-        by[c] = fabsf(a->scale[c]) > 1e-34f ? TKVI_MANY_ONE : 0;
+        const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
+        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
     }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        times[v] = tkvi_many_inverse_avx512(most[v], 32767.0f);
-        _mm512_store_ps(q->unit + 16 * v, _mm512_mul_ps(most[v], _mm512_set1_ps(2.0f / 32767.0f)));
-    }
+    times = tkvi_many_inverse_avx512(most, 32767.0f);
+    _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
+        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        __m512i x[4], y[2];
         TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            int16_t *to = q->whole + (c * nv + 4 * v) * 16;
-            __m512i x[4], y[2];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const float *from = q->q + (order ? order[c + j] : c + j) * 16 * nv + 16 * v;
-                x[j] = tkvi_nearest_avx512(_mm512_mul_ps(
-                    _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times[v]));
-            }
-            x[0] = _mm512_packs_epi32(x[0], x[1]);
-            x[2] = _mm512_packs_epi32(x[2], x[3]);
-            y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
-            y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
-            _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
-            _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
+        for (j = 0; j < 4; j++) {
+            const float *from = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            x[j] = tkvi_nearest_avx512(
+                _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times));
         }
+        x[0] = _mm512_packs_epi32(x[0], x[1]);
+        x[2] = _mm512_packs_epi32(x[2], x[3]);
+        y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
+        y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
+        _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
+        _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
     }
 }
 
@@ -331,9 +317,10 @@ TKVI_FLAT_AVX512 __m512i tkvi_many_load4_avx512(const uint8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-/* 16 rows, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, const int nv, int v,
-                                            int two, tkvi_many_fold *f) {
+/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
+static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, int v,
+                                                     int two, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
     const int16_t *whole = a->q->whole + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
     __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
@@ -341,7 +328,7 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
@@ -375,7 +362,7 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
     }
     for (c = 0; c < two; c += 4) { /* 128 hi + lo */
         __m512i lo[2];
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -388,18 +375,18 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
-        _mm512_store_si512((void *)(f->w[0] + 16 * nv * c + 64 * v), y[0]);
-        _mm512_store_si512((void *)(f->w[1] + 16 * nv * c + 64 * v), lo[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
+        _mm512_store_si512((void *)(f->w[1] + lanes * c + 64 * v), lo[0]);
     }
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + 16 * nv * c, by + c, y);
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
         centre = tkvi_many_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
-        _mm512_store_si512((void *)(f->w[0] + 16 * nv * c + 64 * v), y[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
     _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
     /* the largest weight is 127, or there is none */
@@ -409,43 +396,47 @@ TKVI_FLAT_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16
                                   _mm512_cvtepi32_ps(squares), TKVI_PLANE);
 }
 
-TKVI_FLAT_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, const int nv, tkvi_many_fold *f) {
+/* Adds what does not depend on codes, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, int v, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
-    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
-    int c, v, j, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    __m512 rest[2][4];
-    if (!tkvi_many_near_avx512(a, by)) tkvi_many_anew_avx512(a, nv, by);
+    __m512 rest[4];
+    int c, j;
     TKVI_UNROLL
-    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, nv, v, two, f);
-    if (tower) {
-        two = a->coded;
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) tkvi_many_round_avx512(a, by, nv, v, two, f);
-    }
-    f->second = two / 4;
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) rest[v][j] = _mm512_setzero_ps();
-    }
+    for (j = 0; j < 4; j++) rest[j] = _mm512_setzero_ps();
     for (c = 0; c < a->s->pad; c += 4) {
         TKVI_UNROLL
         for (j = 0; j < 4; j++) {
-            const float *q = a->q->q + (order ? order[c + j] : c + j) * 16 * nv;
-            const __m512 z = _mm512_set1_ps(a->rest[c + j]);
-            TKVI_UNROLL
-            for (v = 0; v < nv; v++) rest[v][j] = _mm512_fmadd_ps(_mm512_loadu_ps(q + 16 * v), z, rest[v][j]);
+            const float *q = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            rest[j] = _mm512_fmadd_ps(_mm512_loadu_ps(q), _mm512_set1_ps(a->rest[c + j]), rest[j]);
         }
     }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        rest[v][0] =
-            _mm512_add_ps(_mm512_add_ps(rest[v][0], rest[v][1]), _mm512_add_ps(rest[v][2], rest[v][3]));
-        _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[v][0]));
-    }
+    rest[0] = _mm512_add_ps(_mm512_add_ps(rest[0], rest[1]), _mm512_add_ps(rest[2], rest[3]));
+    _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-/* Levels of a table are biased, as in kernels_avx512.h. */
+static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, tkvi_many_fold *f) {
+    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
+    const int nv = a->q->lanes / 16;
+    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
+    if (!tkvi_many_near_avx512(a, by)) {
+        a->q->coded = a->coded;
+        for (v = 0; v < nv; v++) tkvi_many_anew_avx512(a, v);
+        for (c = 0; c < a->coded; c++) {
+            const int some = fabsf(a->scale[c]) > 1e-34f;
+            a->q->inverse[c] = some ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
+            by[c] = some ? TKVI_MANY_ONE : 0;
+        }
+    }
+    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, v, two, f);
+    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) {
+        if (tower) (void)tkvi_many_round_avx512(a, by, v, two, f);
+        tkvi_many_rest_avx512(a, v, f);
+    }
+    f->second = two / 4;
+}
+
 #define TKVI_RUN_(width)                                                                                     \
     for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
         tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
@@ -453,18 +444,14 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, const int
         wide += tkvi_wide_bytes[width];                                                                      \
         half += tkvi_has_half[width];                                                                        \
         TKVI_UNROLL                                                                                          \
-        for (p = 0; p < 4; p++) {                                                                            \
-            if (s->levels && width <= 4) y[p] = _mm512_shuffle_epi8(table, y[p]);                            \
-            _mm512_store_si512((void *)(x + 64 * p), y[p]);                                                  \
-        }                                                                                                    \
+        for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* All tiles to bytes: [tile][64 tokens][4] */
 static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                          uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
-    __m512i y[4], table = _mm512_setzero_si512();
+    __m512i y[4];
     int half = 0, i, p;
-    if (s->levels) table = tkvi_levels_avx512(s->levels, TKVI_BIAS_AVX512);
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -479,7 +466,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, con
 /* zero - ref + centre * scale, in place of zero */
 static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
                                                       const float *ref, const float *scale, float *zero) {
-    const __m512 half = _mm512_set1_ps(s->levels ? 0.0f : 0.5f);
+    const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
         const __m512 middle = _mm512_mul_ps(half, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(
@@ -505,7 +492,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     s->format->side[TKV_K].meta(s, src, &tkvi_helpers_avx512, scale, rest);
     tkvi_many_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
     for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
-        memset(centre2 + c, tkvi_centre2(&tkvi_steps_avx512, s, width), (size_t)(4 * s->runs.n[width]));
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
     a.coded = c;
     if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
@@ -523,8 +510,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
-        if (q->lanes > 16) tkvi_many_fold_k_avx512(&a, 2, &fold);
-        else tkvi_many_fold_k_avx512(&a, 1, &fold);
+        tkvi_many_fold_k_avx512(&a, &fold);
         tkvi_many_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
                                 scores + g * tokens * q->lanes);
     }
@@ -540,7 +526,7 @@ typedef struct tkvi_many_values {
 TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const int nv, tkvi_many_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = _mm512_set1_epi8(1);
+    const __m512i ones = tkvi_all_avx512(1);
     __m512 most[2], sum[2], squares[2], by[2];
     __m512i all[2][2];
     int t, v, j, tower = a->planes == 2, some = 0;
@@ -625,8 +611,8 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
-    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0), 0);
-    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1), 0);
+    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
         tkvi_planes_avx512(width, wide, tops, half, y);
         wide += tkvi_wide_bytes[width];
@@ -637,7 +623,7 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
             if (pairs)
                 _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
             if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], _mm512_set1_epi8(-128));
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
             _mm512_store_si512((void *)to, y[p]);
         }
     }

@@ -47,8 +47,8 @@ typedef struct tkvi_row_steps {
     /* 16 tokens of V, `stride` bytes from each to the next; with `upper` levels for 16 channels more. */
     void (*slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
     void (*stand)(tkvi_rows *r);
-    /* The first n channels of token t, as floats before any rotation. [side][1: levels have a sign] */
-    void (*row[2][2])(const tkvi_rows *r, int t, int n, float *to);
+    /* The first n channels of token t, as floats before any rotation: of K, of V, of V with levels */
+    void (*row[3])(const tkvi_rows *r, int t, int n, float *to);
     void (*unrotate)(float *y, const float *signs, int dim, float *to); /* a rotated row; y is spoilt */
 } tkvi_row_steps;
 
@@ -77,8 +77,7 @@ static void tkvi_rows_k(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
             tkvi_next_tile(&at, width);
         }
     for (; position < s->pad; position++) /* channels without codes */
-        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position),
-               s->levels ? s->levels[tkvi_level_table(s, 0, 0)] : 0, TKVI_BLOCK);
+        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
     v->stand(r);
 }
 
@@ -114,7 +113,8 @@ static void tkvi_rows_v(const tkvi_row_steps *v, tkvi_rows *r, const uint8_t *sr
 static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     const tkvi_side *s = r->s;
-    void (*row)(const tkvi_rows *, int, int, float *) = v->row[s->which == TKV_V][s->levels != NULL];
+    void (*row)(const tkvi_rows *, int, int, float *) =
+        v->row[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
     float *to = r->x;
     int t;
     if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
@@ -150,8 +150,7 @@ static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tk
 /* >>AVX2 */
 TKVI_FLAT_AVX2 __m256i tkvi_part_avx2(const uint8_t *p, int right, int bits) {
     const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            _mm256_set1_epi8((char)((1 << bits) - 1)));
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx2((1 << bits) - 1));
 }
 
 /* Half h of plane p of a tile, in order of r: 8 times four neighbours with one r. */
@@ -178,10 +177,7 @@ static TKVI_TARGET_AVX2 void tkvi_four_columns_avx2(const tkvi_tile_parts *t, ui
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            x[p] = tkvi_tile_plane_avx2(t, p, h);
-            if (t->levels) x[p] = tkvi_table_avx2(t->levels, x[p]);
-        }
+        for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx2(t, p, h);
         a = _mm256_unpacklo_epi32(x[0], x[1]);
         b = _mm256_unpacklo_epi32(x[2], x[3]);
         c = _mm256_unpackhi_epi32(x[0], x[1]);
@@ -288,7 +284,6 @@ TKVI_FLAT_AVX2 void tkvi_row_avx2(const tkvi_rows *r, int t, const int k, const 
         tkvi_row_avx2(r, t, k, with_sign, n, to);                                                            \
     }
 TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(k_signed, 1, 1)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
@@ -302,12 +297,11 @@ static TKVI_TARGET_AVX2 void tkvi_unrotate_avx2(float *y, const float *signs, in
         tkvi_save_some_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)), dim - c);
 }
 
-static const tkvi_row_steps tkvi_row_steps_avx2 = {
-    tkvi_four_columns_avx2,
-    tkvi_slab_avx2,
-    tkvi_stand_rows_avx2,
-    {{tkvi_row_k_avx2, tkvi_row_k_signed_avx2}, {tkvi_row_v_avx2, tkvi_row_v_signed_avx2}},
-    tkvi_unrotate_avx2};
+static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
+                                                   tkvi_slab_avx2,
+                                                   tkvi_stand_rows_avx2,
+                                                   {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
+                                                   tkvi_unrotate_avx2};
 
 static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                   int n, float *x, size_t stride) {
@@ -326,8 +320,7 @@ static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, 
 
 TKVI_FLAT_AVX512 __m512i tkvi_part_avx512(const uint8_t *p, int right, int bits) {
     const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            _mm512_set1_epi8((char)((1 << bits) - 1)));
+    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)), tkvi_all_avx512((1 << bits) - 1));
 }
 
 /* Plane p of a tile, in order of r: 16 times four neighbours with one r. */
@@ -352,10 +345,7 @@ static TKVI_TARGET_AVX512 void tkvi_four_columns_avx512(const tkvi_tile_parts *t
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
-    for (p = 0; p < 4; p++) {
-        x[p] = tkvi_tile_plane_avx512(t, p);
-        if (t->levels) x[p] = tkvi_table_avx512(t->levels, x[p]);
-    }
+    for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx512(t, p);
     a = _mm512_unpacklo_epi32(x[0], x[1]);
     b = _mm512_unpacklo_epi32(x[2], x[3]);
     c = _mm512_unpackhi_epi32(x[0], x[1]);
@@ -445,7 +435,6 @@ TKVI_FLAT_AVX512 void tkvi_row_avx512(const tkvi_rows *r, int t, const int k, co
         tkvi_row_avx512(r, t, k, with_sign, n, to);                                                          \
     }
 TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(k_signed, 1, 1)
 TKVI_ROW_(v, 0, 0)
 TKVI_ROW_(v_signed, 0, 1)
 #undef TKVI_ROW_
@@ -464,7 +453,7 @@ static const tkvi_row_steps tkvi_row_steps_avx512 = {
     tkvi_four_columns_avx512,
     tkvi_slab_avx512,
     tkvi_stand_rows_avx512,
-    {{tkvi_row_k_avx512, tkvi_row_k_signed_avx512}, {tkvi_row_v_avx512, tkvi_row_v_signed_avx512}},
+    {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_unrotate_avx512};
 
 static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,

@@ -2,6 +2,9 @@
  * test_memory.c - every byte: an allocator with guards counts along, each allocation fails once, memory in
  * place has borders, the estimate is held against the truth.
  */
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */
+#endif
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 #include "kit.h"
