@@ -76,6 +76,7 @@
  *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
  *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
  *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
+ *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
  *          gives the sentence for the last mutating call.
@@ -208,6 +209,7 @@
 #define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
+#define tkv_promote TKV_NAME_(tkv_promote)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -226,6 +228,8 @@
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
+#define tkv_spill TKV_NAME_(tkv_spill)
+#define tkv_spill_bytes TKV_NAME_(tkv_spill_bytes)
 #define tkv_state_json TKV_NAME_(tkv_state_json)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
@@ -272,9 +276,11 @@ extern "C" {
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")
+      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+    X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
+    X(TKV_ERR_NO_SOURCE, -14, "nothing better than what is stored: decoding restores nothing")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -13 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
@@ -489,6 +495,23 @@ typedef struct tkv_event {
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
+/* >>spill: a place outside RAM for old blocks, such as a file (examples/spill_file.h, to be copied); see
+ * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within
+ * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
+ * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
+ * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
+ * drop are not, nor while one of these runs. All bytes are checked when they come back. */
+typedef struct tkv_spill_config { /* store and fetch, or none of these */
+    int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
+    int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
+    /* NULL, or told what will be fetched soon: so many bytes from there on, in parts */
+    void (*ahead)(void *user, uint32_t key, size_t offset, size_t size);
+    /* NULL, or told once that a key is not needed any more, also after a store that failed; it may come again */
+    void (*drop)(void *user, uint32_t key);
+    void *user;
+    int keep_exact; /* 1: the exact bytes of each block are stored when it is first compressed, for tkv_promote */
+} tkv_spill_config;
+
 typedef struct tkv_config {
     uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
     /* the model */
@@ -529,7 +552,8 @@ typedef struct tkv_config {
     tkv_evict_config evict; /* kind 0: no token is ever dropped */
     int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
     tkv_importance_config importance;
-    int importance_every; /* one query in so many tells what it looked at; 0: as the policy needs it */
+    int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
+    tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -661,7 +685,8 @@ typedef struct tkv_attend_params {
 /* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
- * window is wider than the layer's, or it is too old). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
+ * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
@@ -751,6 +776,7 @@ typedef struct tkv_tier_info {
         [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, `dropped` and `evicted` make the length */
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
+    int spilled; /* blocks outside RAM; they count in their tier as well */
     int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
 } tkv_tier_info;
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
@@ -767,15 +793,16 @@ typedef struct tkv_tier_bytes {
 typedef struct tkv_memory_info {
     size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
     tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;     /*   plans per layer, what they learned and learn from, the meter's sums */
-    size_t index;      /*   block table, block lists, the cache itself */
-    size_t scratch;    /*   work space of encoding and of parallel attention */
-    size_t shadow;     /*   exact copies of the quality meter, used or not */
-    size_t slack;      /*   free room in pages, padding */
-    size_t peak;       /* highest total so far */
-    size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
-    double ratio;      /* fp16_bytes / total */
-    double ratio_f32;  /* the same against plain F32 */
+    size_t tables;          /*   plans per layer, what they learned and learn from, the meter's sums */
+    size_t index;           /*   block table, block lists, the cache itself */
+    size_t scratch;         /*   work space of encoding and of parallel attention */
+    size_t shadow;          /*   exact copies of the quality meter, used or not */
+    size_t slack;           /*   free room in pages, padding */
+    tkv_tier_bytes spilled; /* outside RAM: tokens (of those of the tiers), their codes and metadata */
+    size_t peak;            /* highest total so far */
+    size_t fp16_bytes;      /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
+    double ratio;           /* fp16_bytes / total */
+    double ratio_f32;       /* the same against plain F32 */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
 /* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; shared blocks count
@@ -877,6 +904,8 @@ typedef struct tkv_budget_info {
     uint64_t recoded[TKV_MAX_LEVELS]; /* blocks that came to the format of a level because of bytes */
     uint64_t demoted;                 /* blocks recoded in all, those that were due by age included */
     uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
+    uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
+    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
     uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
     uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
@@ -900,6 +929,33 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
  * nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
+
+/* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
+ * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
+ * the index stay in RAM (40 bytes or so a block and layer). They keep format and place: attention and tkv_read
+ * fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
+ * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
+ * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
+ * room gets TKV_ERR_BUDGET. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
+ * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
+ * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
+ * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM. tkv_attend
+ * takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
+/* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
+TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
+/* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
+ * they may; *done (may be NULL) gets how many did, also with TKV_ERR_IO (the store failed). TKV_ERR_ARG: no such
+ * sequence or layer of its own, no cfg.spill. */
+TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
+/* Brings the block that has this position into RAM: its exact bytes where cfg.spill.keep_exact kept them, else, if
+ * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
+ * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
+ * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
+ *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
+ *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
+ * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
  * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no
@@ -12449,6 +12505,11 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 #define TKVI_PLAN_H
 
 
+/* A piece of what is stored outside (spill.h): a record or a side of one, F16 of 256 channels at most, and a hash. */
+#define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+#define TKVI_SPILL_HASH 8u
+#define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
+
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
 /* One KV head of a block: K side, V side, where it begins. */
@@ -13124,6 +13185,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
+    if (!cfg->spill.store != !cfg->spill.fetch)
+        return tkvi_bad(reason, size, "spill.store", cfg->spill.store ? 1 : 0,
+                        "store and fetch must both be set, or neither");
+    if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
+        return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
     if (!cfg->allocator.alloc != !cfg->allocator.release)
         return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
                         "alloc and release must both be set, or neither");
@@ -13144,6 +13210,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
+        int i;
+        for (i = 0; i < shape->n_keys; i++) {
+            tkvi_record r;
+            tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
+            if (r.k.bytes > TKVI_SPILL_SIDE || r.v.bytes > TKVI_SPILL_SIDE)
+                return tkvi_bad(
+                    reason, size, "spill.store", 1,
+                    "heads of more than 128 channels in F32 are too large to be spilled: take F16");
+        }
+    }
     return st;
 }
 
@@ -14280,12 +14357,13 @@ typedef struct tkvi_page {
 } tkvi_page;
 
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold it; 0: this entry is free */
-    uint32_t page; /* or the next free entry */
-    uint16_t slot, coding;
-    int start;     /* it covers positions from here to the next block's start */
-    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
+    uint32_t refs;         /* lists that hold it; 0: this entry is free */
+    uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
+    uint16_t slot, coding; /* slot, outside: the mark of what was stored */
+    int start;             /* it covers positions from here to the next block's start */
+    uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
     int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped. */
@@ -14309,6 +14387,8 @@ typedef struct tkvi_pool {
     tkvi_block *block;
     tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
+    uint32_t n_spilled;                       /* of them, those whose bytes are outside */
+    uint16_t marks;                           /* what was stored last (spill.h) */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
     int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
@@ -14557,6 +14637,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
+    b->copy = 0;
     if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
     return id;
@@ -14577,10 +14658,36 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
+/* >>outside: what the caller's store has of a block, under key 2 * number + this */
+typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
+
+static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
+
+static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
+
+static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
+    const tkv_spill_config *s = &pool->tables->cfg.spill;
+    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
+}
+
+/* Its tokens are no longer where the exact copy has them, or it dies. */
+static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
+    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
+    pool->block[id].copy = 0;
+}
+
+/* It is in RAM again, or dies. */
+static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
+    tkvi_drop_key(pool, id, TKVI_ITSELF);
+    pool->n_spilled--;
+}
+
 static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     tkvi_block *b = &pool->block[id];
     if (--b->refs) return;
-    tkvi_give_slot(pool, b->page, b->slot);
+    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
+    else tkvi_give_slot(pool, b->page, b->slot);
+    tkvi_forget_copy(pool, id);
     b->page = pool->free_block;
     pool->free_block = id;
     pool->n_blocks--;
@@ -14591,10 +14698,11 @@ typedef struct tkvi_peak {
     const tkvi_tables *tables;
     int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
     int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
+    int64_t outside;                 /* blocks without a slot */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = 0;
+    int64_t pages = 0, blocks = k->outside;
     int c;
     for (c = 0; c < k->tables->n_classes; c++) {
         pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
@@ -14828,6 +14936,7 @@ typedef struct tkvi_list {
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
+    int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
 } tkvi_list;
 
@@ -14891,11 +15000,15 @@ struct tkv_cache {
     int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
-    int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    uint64_t spilled, unstored,
+        promoted;     /* blocks that went outside, that the store refused, that came back */
+    int store_failed; /* in the call that goes on: there would have been room */
+    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
     uint64_t evicted, merged;
+    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -15007,6 +15120,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
+            if (tkvi_spilled(b)) continue;
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
@@ -15288,6 +15402,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     uint32_t i;
     int s;
     if (!kv) return;
+    for (i = 0; i < kv->pool.block_cap; i++) {
+        if (!kv->pool.block[i].refs) continue;
+        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        tkvi_forget_copy(&kv->pool, i);
+    }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
@@ -15380,7 +15499,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.spill.store ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
@@ -16034,8 +16153,10 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        int first = list->sinks + list->archive;
-        if (first < list->n) n += list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), first);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int i = list->n;
+        while (--i >= list->sinks + list->archive && !tkvi_spilled(&kv->pool.block[ids[i]]))
+            n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
 }
@@ -16162,6 +16283,209 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 }
 
 #endif /* TKVI_METRIC_H */
+/* ======== spill.h ======== */
+/*
+ * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
+ *
+ * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
+ * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
+ * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
+ *
+ *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
+ *
+ * Which blocks go and when: budget.h, promote.h. May call cache and below.
+ */
+#ifndef TKVI_SPILL_H
+#define TKVI_SPILL_H
+
+
+/* >>pieces */
+typedef struct tkvi_piece {
+    uint32_t key;
+    size_t at, bytes; /* in what is stored, without the hash */
+    size_t from;      /* in the block */
+    uint64_t seed;
+} tkvi_piece;
+
+/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+typedef struct tkvi_room {
+    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+    uint32_t key; /* TKVI_NIL: none */
+    int head, part;
+} tkvi_room;
+
+/* Pieces of a record: 1 or 2. */
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
+                                uint16_t mark, int head, int part) {
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    uint8_t text[20];
+    tkvi_piece p;
+    p.key = tkvi_store_key(id, what);
+    p.from = r->at + (part ? r->v_at : 0);
+    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
+    tkvi_store32(text, p.key);
+    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
+    tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(text + 12, (uint32_t)coding);
+    tkvi_store32(text + 16, mark);
+    p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
+    return p;
+}
+
+/* Four words at a time: as fast as memory, where FNV-1a would take longer than the attention. Every step is invertible,
+ * so one changed word always shows. Words are the machine's: a store is read where it was written. */
+static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *out) {
+    uint64_t lane[4], word[4], h = seed;
+    int k;
+    for (k = 0; k < 4; k++) lane[k] = seed + (uint64_t)k;
+    while (n) {
+        const size_t some = n < sizeof word ? n : sizeof word;
+        if (some < sizeof word) memset(word, 0, sizeof word);
+        memcpy(word, p, some);
+        for (k = 0; k < 4; k++) {
+            lane[k] = (lane[k] ^ word[k]) * 0x9e3779b97f4a7c15u;
+            lane[k] ^= lane[k] >> 32;
+        }
+        p += some;
+        n -= some;
+    }
+    for (k = 0; k < 4; k++) {
+        h = (h ^ lane[k]) * 0xbf58476d1ce4e5b9u;
+        h ^= h >> 29;
+    }
+    memcpy(out, &h, TKVI_SPILL_HASH);
+}
+
+/* >>out */
+/* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint16_t mark) {
+    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int head, part;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
+            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
+            tkvi_drop_key(&kv->pool, id, what);
+            kv->unstored++;
+            return 0;
+        }
+    return 1;
+}
+
+/* A block that leaves the hot tier for the first time: its exact bytes are kept, if somebody wants them. Where
+ * the store fails there is no copy, and that is all. */
+static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
+    tkvi_block *b = &kv->pool.block[id];
+    const int key = kv->tables.coding[b->coding].key;
+    if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
+    if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!tkvi_store_block(kv, id, TKVI_COPY, ++kv->pool.marks)) return;
+    b->copy = (uint16_t)(b->coding + 1);
+    b->copy_mark = kv->pool.marks;
+}
+
+/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
+ * last append, and not the last two, from which attention takes what keys have in common. */
+static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
+    end = tkvi_block_end(kv, list, ids, i);
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* The oldest block of a list that may go out next; -1: there is none. */
+static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i = list->sinks + list->out;
+    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
+    list->out = tkvi_max(0, i - list->sinks);
+    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
+    return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
+}
+
+/* It goes. 0: there is none, or the store failed and it stays. */
+static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
+    const int i = tkvi_next_out(kv, seq, layer);
+    uint32_t id, page;
+    tkvi_block *b;
+    int slot;
+    if (i < 0) return 0;
+    id = tkvi_ids(kv, seq, layer)[i];
+    b = &kv->pool.block[id];
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
+        kv->store_failed = 1;
+        return 0;
+    }
+    page = b->page;
+    slot = b->slot;
+    b->page = TKVI_NIL;
+    b->slot = kv->pool.marks;
+    kv->pool.n_spilled++;
+    kv->spilled++;
+    tkvi_give_slot(&kv->pool, page, slot);
+    return 1;
+}
+
+/* >>back */
+/* A side of a head's record of a block that is outside, in `room`. */
+static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
+                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int part = side == TKV_V && tkvi_pieces(r) == 2;
+    const tkvi_piece p =
+        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
+    uint8_t hash[TKVI_SPILL_HASH];
+    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
+    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
+    room->key = TKVI_NIL;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
+    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    room->key = p.key;
+    room->head = head;
+    room->part = part;
+    return TKV_OK;
+}
+
+/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
+                                  const uint8_t **bytes) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
+    return TKV_OK;
+}
+
+/* A record of it will be asked for soon. */
+static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    if (s->ahead) {
+        const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_SPILL_HASH * 2u * (size_t)head,
+                 r->v_at + r->v.bytes + 2u * TKVI_SPILL_HASH);
+    }
+}
+
+#endif /* TKVI_SPILL_H */
 /* ======== age.h ======== */
 /*
  * age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on paper
@@ -16254,6 +16578,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_block *b = &kv->pool.block[id];
     int packs;
     tkvi_recoding r;
+    if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
@@ -16270,8 +16595,13 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.start = b->start;
     r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     packs = b->gone && r.there && !tkvi_binds(kv);
-    if (!packs) r.there |= b->gone; /* they keep their places */
-    if (b->refs > 1) {              /* the other holders keep theirs */
+    if (packs) {
+        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+    } else {
+        r.there |= b->gone; /* they keep their places */
+        tkvi_keep_copy(kv, layer, id);
+    }
+    if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
@@ -16297,6 +16627,7 @@ static tkvi_peak tkvi_paper(tkv_cache *kv) {
     k.tables = &kv->tables;
     k.live = kv->peak_live;
     for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    k.outside = kv->pool.n_spilled;
     tkvi_peak_note(&k);
     return k;
 }
@@ -16311,7 +16642,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     while (p->keep && gone + 1 < now.n &&
            (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (paper && b->refs == 1) tkvi_peak_give(paper, b->coding);
+        if (paper && b->refs == 1 && !tkvi_spilled(b)) tkvi_peak_give(paper, b->coding);
         if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
@@ -16319,6 +16650,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int left = gone, tier, *of_tier[3];
         now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
         now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
+        now.out = tkvi_max(0, now.out - (gone - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;
@@ -16677,6 +17009,7 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     else if (coded < list->archive + list->warm) list->warm--;
     if (coded >= 0 && coded < list->tight) list->tight--;
     if (coded >= 0 && coded < list->tightest) list->tightest--;
+    if (coded >= 0 && coded < list->out) list->out--;
     list->n--;
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
@@ -16697,6 +17030,7 @@ static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint
     const tkvi_coding *c = &kv->tables.coding[a->coding];
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
                tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
@@ -16735,6 +17069,7 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
     a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
     a->gone = 0;
     tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_copy(&kv->pool, ids[i]);
     tkvi_unlist(kv, seq, layer, i + 1);
     kv->merged++;
 }
@@ -16774,16 +17109,25 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     return c;
 }
 
+/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const uint8_t *bytes;
+    tkvi_room room;
+    room.key = TKVI_NIL;
+    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
+        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
+    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+}
+
 /* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
-    const tkvi_block *b = &kv->pool.block[id];
-    const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, t, n = tkvi_bits_in(there);
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
-        const tkvi_record *r = &kv->tables.coding[b->coding].record[h];
-        (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes + r->at, there, kv->recode, (size_t)dim);
+        tkvi_keys_of(kv, id, h, there, kv->recode);
         for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
     }
 }
@@ -16799,10 +17143,9 @@ static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uin
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                const tkvi_record *r = &kv->tables.coding[b->coding].record[h];
-                count = tkvi_values_of(&r->k, kv->kernels->helpers, tkvi_block_bytes(&kv->pool, b) + r->at,
-                                       tkvi_there_in(kv, list, ids, i), kv->recode, (size_t)dim);
+                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                count = tkvi_bits_in(there);
+                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[at + t] -=
@@ -16840,7 +17183,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+                (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -16924,7 +17268,7 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a list that stay in any case. */
+/* Tokens of a list that stay in any case: those outside take no bytes. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -16933,25 +17277,33 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
-    for (i = 0; i < list->n; i++) n += tkvi_bits_in(kv->pool.notes[ids[i]].pinned);
+    for (i = 0; i < list->n; i++)
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
+                                                                : kv->pool.notes[ids[i]].pinned);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
 /* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
- * but for the last of each stretch of a tier and format. Where tokens cannot move, blocks are not merged at all. */
+ * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
+ * are not merged at all. */
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, stretches = 1, stays = tkvi_binds(kv), key = -1;
+    int i, stretches = 1, stays = tkvi_binds(kv), key = -1, out = 0, tokens_out = 0;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         stretches += kv->tables.coding[b->coding].key != key ||
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         stays |= b->refs > 1;
+        if (!tkvi_spilled(b)) continue;
+        out++;
+        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        key = -1;
     }
     if (stays) return list->n;
-    return tkvi_min(list->n, list->sinks + 2 * tkvi_stay_of(kv, seq, layer) / TKVI_BLOCK + stretches);
+    return tkvi_min(list->n, list->sinks + out + stretches +
+                                 2 * (tkvi_stay_of(kv, seq, layer) - tokens_out) / TKVI_BLOCK);
 }
 
 /* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
@@ -16974,9 +17326,11 @@ static int tkvi_evict_some(tkv_cache *kv) {
             of_layer = layer;
             count = n;
         }
+    kv->for_bytes = 1;
     if (most > 0)
         tkvi_evict_surely(kv, of_seq, of_layer,
                           count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
+    kv->for_bytes = 0;
     return most > 0;
 }
 
@@ -16987,7 +17341,8 @@ static int tkvi_evict_some(tkv_cache *kv) {
  *
  *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
- *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
+ *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
+ *               config has a place for them, the oldest blocks go outside                     (tkvi_make_room)
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -17108,7 +17463,7 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -17156,7 +17511,8 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
-                n += b->refs == 1 && tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                n += b->refs == 1 && !tkvi_spilled(b) &&
+                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -17166,12 +17522,33 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
+    if (kv->store_failed)
+        st =
+            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
     kv->refused++;
     tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
 }
 
 /* >>levels */
+/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+static int tkvi_spill_oldest(tkv_cache *kv) {
+    int seq, layer, most = -1, of_seq = 0, of_layer = 0;
+    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const int i = tkvi_next_out(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= most) continue;
+            most = age;
+            of_seq = seq;
+            of_layer = layer;
+        }
+    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+}
+
 /* Another plan without a budget: what was reserved was counted by the old one. */
 static void tkvi_end_promises(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
@@ -17210,9 +17587,14 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; also without those that
- * eviction would give back for sure; or with the tighter ones as large as the level has them. */
-typedef enum tkvi_fate { TKVI_TIGHTEN, TKVI_TIGHTEN_AND_EVICT, TKVI_LOOSEN } tkvi_fate;
+/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
+ * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+typedef enum tkvi_fate {
+    TKVI_TIGHTEN,
+    TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_EVICT,
+    TKVI_LOOSEN
+} tkvi_fate;
 
 static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
@@ -17223,13 +17605,17 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            const int go = fate == TKVI_TIGHTEN_AND_EVICT ? list->sinks + tkvi_may_go(kv, seq, layer) : 0;
-            for (i = list->sinks; i < go; i++) slots[t->coding[kv->pool.block[ids[i]].coding].size_class]--;
-            for (; i < list->n; i++) {
+            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
+            for (i = list->sinks + list->out; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
-                if (b->refs > 1) continue;
+                if (b->refs > 1 || tkvi_spilled(b)) continue;
+                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
+                    slots[t->coding[b->coding].size_class]--;
+                    go--;
+                    continue;
+                }
                 if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
                 if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
                                         : !tkvi_tighter(kv, b->coding, coding))
@@ -17244,14 +17630,19 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    const int last = kv->policy.cfg.max_level;
     int level;
+    kv->store_failed = 0;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
-    if (*bytes > budget && kv->tables.cfg.evict.kind) { /* the last level, and the next resort */
-        const int last = kv->policy.cfg.max_level;
+    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.evict.kind) {
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
@@ -17379,7 +17770,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_evict_some(kv)) return 0;
+        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -17397,6 +17788,9 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
+    out->spilled = kv->spilled;
+    out->unstored = kv->unstored;
+    out->promoted = kv->promoted;
     out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
@@ -18096,6 +18490,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
         if (list->n < list->sinks) list->sinks = list->n;
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
+    list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_mass_cut(kv, list, ids);
@@ -18192,7 +18587,7 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
-    int layer;
+    int layer, i;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -18205,9 +18600,11 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
-            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed or gone; at least", must,
-                             " must stay");
+            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
+                             must, " must stay");
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
@@ -18244,7 +18641,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
+    tkvi_room room;
     int i, h;
+    room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -18256,7 +18655,6 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
-        const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const int slot =
@@ -18265,12 +18663,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
-            if (k)
-                tkvi_values(&r->k, help, bytes + r->at, slot, to - from, k + (row + (size_t)h) * dk,
-                            heads * dk);
-            if (v)
-                tkvi_values(&r->v, help, bytes + r->at + r->v_at, slot, to - from, v + (row + (size_t)h) * dv,
-                            heads * dv);
+            const uint8_t *bytes;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            if (k && !st)
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+            if (v && !st)
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+            if (st) return st;
         }
     }
     return TKV_OK;
@@ -18389,6 +18789,136 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
 }
 
 #endif /* TKVI_KEEP_H */
+/* ======== promote.h ======== */
+/*
+ * promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept (spill.h). What
+ * was coded and has no copy stays as it is: to decode it restores nothing. May call sequence and below.
+ */
+#ifndef TKVI_PROMOTE_H
+#define TKVI_PROMOTE_H
+
+
+TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
+    tkvi_shape h;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int i;
+    if (!bytes) return TKV_ERR_ARG;
+    if (st) return st;
+    for (i = 0, *bytes = 0; i < h.n_keys; i++)
+        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
+    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+    int l, i, n = 0;
+    if (done) *done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->tables.cfg.spill.store)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
+    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
+    if (layer != TKV_ALL && tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    kv->store_failed = 0;
+    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
+        if (layer != TKV_ALL && l != layer) continue;
+        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
+        if (kv->store_failed) break;
+    }
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    if (kv->store_failed)
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
+    return tkvi_ok(kv);
+}
+
+/* Room for one more block of this coding, nothing else being touched for it. */
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
+    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak_take(&paper, coding);
+    if (tkvi_lazy(kv)) {
+        tkvi_need_of(kv, &paper);
+        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), tkvi_blocks_growth(kv, &paper)) >
+            kv->tables.cfg.budget_bytes)
+            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                             NULL);
+        tkvi_trim_to(&kv->pool, 0);
+    }
+    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                     "no memory for a block in a better format", 0, NULL);
+}
+
+/* All pieces of what is outside, into a slot of its coding. */
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
+                                                 int coding, uint8_t *to) {
+    const tkvi_coding *c = &kv->tables.coding[coding];
+    tkvi_room room;
+    int i;
+    room.key = TKVI_NIL;
+    memset(to, 0, c->bytes.total);
+    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
+        const tkvi_record *r = &c->record[i / 2];
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        if (st) return st;
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    tkvi_list *list;
+    tkvi_block *b;
+    tkvi_outside what;
+    tkv_status st;
+    uint32_t id, page, old_page;
+    int i, coding, slot, old_slot;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    if (i < 0 || tkvi_slot_at(kv, list, tkvi_ids(kv, seq, layer), i, position) < 0)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    id = tkvi_ids(kv, seq, layer)[i];
+    b = &kv->pool.block[id];
+    what = b->copy && b->copy - 1 != b->coding ? TKVI_COPY : TKVI_ITSELF;
+    if (b->refs > 1 || (what == TKVI_ITSELF && !tkvi_spilled(b)))
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
+                         " (cfg.spill.keep_exact keeps it)");
+    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    st = tkvi_promote_ready(kv, coding);
+    if (st) return st;
+    b = &kv->pool.block[id]; /* the table may have grown */
+    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
+    st = tkvi_fetch_block(kv, id, what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    if (st) {
+        tkvi_give_slot(&kv->pool, page, slot);
+        tkvi_trim(&kv->pool);
+        return tkvi_fail(kv, st,
+                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
+                                          : "what cfg.spill.fetch gave is not the block at position",
+                         position, "; it stays as it is");
+    }
+    old_page = b->page;
+    old_slot = b->slot;
+    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->coding = (uint16_t)coding;
+    if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    kv->promoted++;
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_PROMOTE_H */
 /* ======== calibration.h ======== */
 /*
  * calibration.h - the tables of learn.h from outside: save, load, freeze, refresh. What is saved is what was learned of
@@ -18743,11 +19273,33 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen;     /* statistics of this layer are wanted (learn.h) */
-    int metric;     /* its queries are (metric.h) */
-    int meter;      /* the quality meter watches a head of it (meter.h) */
-    tkvi_mass mass; /* what is gathered of what queries look at */
+    int listen;      /* statistics of this layer are wanted (learn.h) */
+    int metric;      /* its queries are (metric.h) */
+    int meter;       /* the quality meter watches a head of it (meter.h) */
+    tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
+    int *failed;     /* of all tasks: bits of tkvi_failure */
+    tkvi_mass mass;  /* what is gathered of what queries look at */
 } tkvi_call;
+
+/* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
+typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
+
+static int tkvi_failed(const tkvi_call *c) {
+#if defined(__GNUC__) || defined(__clang__)
+    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+#else
+    return c->room && *c->failed;
+#endif
+}
+
+static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
+    const int bit = st == TKV_ERR_IO ? TKVI_FAILED_IO : TKVI_FAILED_DATA;
+#if defined(__GNUC__) || defined(__clang__)
+    (void)__atomic_fetch_or(c->failed, bit, __ATOMIC_RELAXED);
+#else
+    *c->failed |= bit;
+#endif
+}
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
@@ -18904,8 +19456,31 @@ static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_block_bytes(pool, b) + r->at;
+    *bytes = tkvi_spilled(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
     return r;
+}
+
+/* A side of a record that is outside. While it is looked for, the store may look for the next one. */
+static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
+    const tkv_cache *kv = u->call->kv;
+    const uint8_t *bytes;
+    tkv_status st;
+    if (tkvi_failed(u->call)) return NULL;
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
+        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
+    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+    if (!st) return bytes;
+    tkvi_fail_call(u->call, st);
+    return NULL;
+}
+
+/* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
+static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
+    const uint8_t *bytes;
+    const tkvi_record *r = tkvi_record_of(u, i, &bytes);
+    if (!bytes) return tkvi_fetch_side(u, i, side);
+    return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
 /* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
@@ -18920,6 +19495,8 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
+        if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
@@ -19026,6 +19603,8 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
+    if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+    if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
@@ -19100,10 +19679,12 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         }
         if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
+        bytes = tkvi_bytes_of(u, i, TKV_V);
+        if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p,
-                                              u->rows, tkvi_block_tokens(kv, u->list, u->ids, i),
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
+                                              tkvi_block_tokens(kv, u->list, u->ids, i),
                                               tkvi_planes(&rec->v, kv->tables.cfg.precise),
                                               sums->o + space * stride);
     }
@@ -19280,8 +19861,9 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
             if (rows[r].sampled)
                 any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
                                          p + r * TKVI_BLOCK, o);
-        if (any)
-            kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, NULL, p, u->rows, n,
+        bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
+        if (any && bytes)
+            kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
                                                   tkvi_planes(&rec->v, kv->tables.cfg.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
@@ -19479,6 +20061,7 @@ typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks;
     float *parts; /* [unit][chunk] sums */
+    tkv_task task;
 } tkvi_work;
 
 static int tkvi_count_units(const tkvi_call *c) {
@@ -19543,6 +20126,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
+    if (tkvi_failed(w->call)) return;
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
@@ -19673,12 +20257,16 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+            if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
             if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
             w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
-            many->v(&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, scores, lanes, n,
+            bytes = tkvi_bytes_of(u, i, TKV_V);
+            if (!bytes) return;
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
@@ -19728,6 +20316,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     int first;
     sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
     tkvi_many_blocks(u, &sums);
+    if (tkvi_failed(u->call)) return;
     tkvi_many_in_rows(u, &sums);
     for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
 }
@@ -19754,7 +20343,7 @@ static void tkvi_run_many(void *ctx, int index) {
     int first;
     tkvi_find_unit(w->call, index, &u);
     tkvi_many_unit(&u);
-    for (first = 0; first < u.rows && w->call->meter; first += TKVI_ROWS) {
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += TKVI_ROWS) {
         const tkvi_unit eight = tkvi_many_eight(&u, first);
         tkvi_many_measure(w, &eight);
     }
@@ -19838,13 +20427,35 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
         for (i = 0; i < n; i++) task(ctx, i);
 }
 
+/* A task with room of its own for what it fetches. */
+static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
+    tkvi_room room;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    room.key = TKVI_NIL;
+    c.room = &room;
+    w.call = &c;
+    if (!tkvi_failed(&c)) w.task(&w, index);
+}
+
+static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
+    const tkv_cache *kv = w->call->kv;
+    tkv_task run = kv->pool.n_spilled ? tkvi_run_fetching : task;
+    int i;
+    w->task = task;
+    if (together) tkvi_for(kv, n, run, w);
+    else
+        for (i = 0; i < n; i++) run(w, i);
+}
+
 /* >>public */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
     tkvi_work w;
-    int i, few, longest = 0;
+    int i, few, longest = 0, failed = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
+    c.failed = &failed;
     w.call = &c;
     w.n_units = tkvi_count_units(&c);
     w.n_chunks = 0;
@@ -19860,18 +20471,19 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
           w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
     if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
-        tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
-        for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
-        if (tkvi_any_tells(&w)) tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_gather, &w);
+        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_part);
+        tkvi_run(&w, w.n_units, 0, tkvi_run_unit);
+        if (!failed && tkvi_any_tells(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
         tkvi_leave_parts(kv);
     } else if (few || !(c.many = tkvi_many_for(&c))) {
-        tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
+        tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
     } else {
         c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
-        tkvi_for(kv, tkvi_count_units(&c), tkvi_run_many, &w);
+        tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
         c.tile = TKVI_ROWS;
     }
-    if (p->mass) tkvi_for(kv, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, tkvi_run_mass, &w);
+    if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
+    if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }
 
@@ -20106,15 +20718,17 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
 }
 
 /* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
-static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
+static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
+    tkvi_room room[2];
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
     if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
         top = (double)c->p->sinks[head];
         any = 1;
@@ -20125,16 +20739,20 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
-            const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + rec->at;
+            const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_there(b, n);
+            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            if (!st && pass == 1)
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+            if (st) return st;
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
                 if (!(there >> t & 1)) continue;
                 j = tkvi_at(kv, ids[i], t);
-                tkvi_decode_side(&rec->k, bytes, t, 1, x, 0);
+                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
@@ -20148,7 +20766,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
                     continue;
                 }
                 sum += w;
-                tkvi_decode_side(&rec->v, bytes + rec->v_at, t, 1, x, 0);
+                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
                 for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
             }
         }
@@ -20159,6 +20777,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
     if (c->p->lse)
         c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
+    return TKV_OK;
 }
 
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
@@ -20171,9 +20790,10 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->mass + item * c.mass_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
-            for (head = 0; head < kv->tables.cfg.n_heads; head++) tkvi_ref_row(&c, item, row, query, head);
+            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+                st = tkvi_ref_row(&c, item, row, query, head);
     }
-    return TKV_OK;
+    return st;
 }
 
 #endif /* TKVI_REFERENCE_H */
@@ -20214,6 +20834,7 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
         tkv_tier tier = tkvi_tier_at(list, i);
         out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
+        out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
     out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
@@ -20295,10 +20916,13 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 
 /* >>bytes */
 /* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens) {
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
+                           int spilled) {
+    tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    m->tier[tier].codes += bytes->codes;
-    m->tier[tier].metadata += bytes->metadata;
+    if (spilled) m->spilled.tokens += tokens;
+    at->codes += bytes->codes;
+    at->metadata += bytes->metadata;
 }
 
 /* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
@@ -20337,7 +20961,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)));
+                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
 }
 
@@ -20370,7 +20994,9 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    for (i = 0; i < list->n; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[i]]))
+            bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -20580,7 +21206,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
     const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
@@ -20602,6 +21228,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
         return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+    if (list->out < 0 || list->out > list->n - list->sinks)
+        return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
+    for (i = 0; i < list->out; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
+            return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
@@ -20628,6 +21259,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
+        if (tkvi_spilled(b) && (i < list->sinks || !kv->tables.cfg.spill.store))
+            return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+        if (b->copy && b->copy > kv->tables.n_codings)
+            return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_lazy(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
@@ -20704,6 +21339,9 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
+    for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
+    if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
@@ -20746,8 +21384,9 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                    k->kv->tables.plan[g->layer].now.key[TKV_HOT])
+                (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                     k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
+                 !k->kv->pool.block[ids[block]].copy))
                 return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }
@@ -21623,6 +22262,10 @@ static const tkvi_row tkvi_policy_rows[] = {
     TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
 };
 
+static const tkvi_row tkvi_spill_fields[] = {
+    TKVI_ROW(tkv_spill_config, keep_exact, TKVI_INT, tkvi_words_switch),
+};
+
 static const tkvi_row tkvi_evict_fields[] = {
     TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
@@ -21653,6 +22296,7 @@ enum {
     TKVI_OF_ROPE,
     TKVI_OF_POLICY,
     TKVI_OF_EVICT,
+    TKVI_OF_SPILL,
     TKVI_OF_IMPORTANCE,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
@@ -21664,6 +22308,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
+    {"spill", 0, offsetof(tkv_config, spill), 0, TKVI_ROWS_OF(tkvi_spill_fields)},
     {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
     {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
@@ -22278,6 +22923,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "tier=\"warm\"", NULL),
     TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
                 "tier=\"archive\"", NULL),
+    TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
+                "Tokens outside RAM; they count in their tier as well."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,

@@ -7,10 +7,17 @@
  * A line shows the tokens, the level of the ladder, pressure, bytes and what share of the tokens is in which tier;
  * a change of level is a line of its own. In the end a table: what each level recoded, the peak against the budget,
  * and with --compare how far the next token moved from an unlimited cache that saw the same tokens. `./budget --help`
- * lists the options. --csv writes every step, for `bench/plot.py --budget`.
+ * lists the options. --csv writes every step, for `bench/plot.py --budget`. With --spill the end of the ladder is not
+ * the end: old blocks go to a temporary file (spill_file.h), and attention reads them there.
  *
  * program.h has what it shares with generate. In this order: options, looking, running, table, main.
  */
+#ifndef _WIN32
+#include "spill_file.h" /* before system headers */
+#define HAVE_SPILL 1
+#else
+#define HAVE_SPILL 0
+#endif
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
@@ -34,6 +41,7 @@ static const char usage[] =
     "  --budget B         bytes, or a share of what FP16 would take, 35% (35%); none: FP16 and no limit\n"
     "  --policy NAME      default, aggressive or fp16_only: when to go to the next level\n"
     "  --compare          run an unlimited cache beside it\n"
+    "  --spill            what the budget has no room for goes to a temporary file, and is still read\n"
     "  --csv FILE         every step as a line\n"
     "It always goes on after the end of a text, and wants no chat template (--raw).\n"
     "\n"
@@ -42,7 +50,7 @@ static const char usage[] =
 typedef struct wishes {
     tkv_config *cfg;
     const char *budget, *csv;
-    int compare;
+    int compare, spill;
 } wishes;
 
 typedef struct stage { /* a level, since it was first entered */
@@ -71,6 +79,7 @@ typedef struct session {
 static taken own_option(void *ctx, const char *name, const char *value) {
     wishes *w = (wishes *)ctx;
     if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
+    if (HAVE_SPILL && strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
     if (!value) return UNKNOWN;
     if (strcmp(name, "--budget") == 0) w->budget = value;
     else if (strcmp(name, "--csv") == 0) w->csv = value;
@@ -114,7 +123,7 @@ static void set_budget(session *s, const char *text) {
     if (tkv_max_context(&s->cfg, 1, &n) != TKV_OK) return; /* create says what is wrong */
     if (n == 0)
         fail("a budget of %s bytes is too small for any token of this model; %s", commas(bytes), advice(s));
-    if (n < s->total)
+    if (n < s->total && !s->cfg.spill.store)
         fprintf(stderr, PROGRAM ": this budget holds at most %s of %s tokens, even at the last level; %s\n",
                 commas(n), commas(s->total), advice(s));
 }
@@ -283,12 +292,28 @@ static void print_table(const session *s, double time) {
         printf("  compression  %.2f times fewer bytes than FP16, everything counted\n", mem.ratio);
     else printf("  compression  none: exact, or too few tokens for what a cache takes at the start\n");
     printf("  refused      %s\n", commas((double)b.refused));
+    if (s->cfg.spill.store)
+        printf("  outside      %s bytes of %s token%s and layer, %s blocks\n",
+               commas((double)(mem.spilled.codes + mem.spilled.metadata)), commas((double)mem.spilled.tokens),
+               mem.spilled.tokens == 1 ? "" : "s", commas((double)b.spilled));
     if (s->known >= 64)
         printf("  perplexity   of %s tokens of the prompt %.3f, %.3f with the unlimited cache\n",
                commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
 }
 
+#if HAVE_SPILL
+static void open_spill(session *s, spill_file *file) {
+    size_t bytes;
+    if (tkv_spill_bytes(&s->cfg, &bytes) != TKV_OK) return; /* create says what is wrong */
+    if (spill_file_open(file, NULL, bytes)) fail("no temporary file: %s", strerror(errno));
+    s->cfg.spill = spill_file_config(file);
+}
+#endif
+
 int main(int argc, char **argv) {
+#if HAVE_SPILL
+    spill_file file;
+#endif
     options o;
     session s;
     wishes w;
@@ -310,6 +335,9 @@ int main(int argc, char **argv) {
     s.total = o.n ? s.n_prompt + o.n : s.n_prompt < USUAL ? USUAL : s.n_prompt + 1;
     if (s.total > context) s.total = context;
 
+#if HAVE_SPILL
+    if (w.spill) open_spill(&s, &file);
+#endif
     set_budget(&s, w.budget);
     for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
     s.terminal = isatty(2);
@@ -322,6 +350,7 @@ int main(int argc, char **argv) {
         tkv_config exact = s.cfg;
         exact.budget_bytes = 0;
         exact.on_event = NULL;
+        memset(&exact.spill, 0, sizeof exact.spill);
         exact.hot_tokens = TKV_ALL;
         s.exact = create(&exact);
         s.wanted = (float *)room((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.wanted);
@@ -343,6 +372,9 @@ int main(int argc, char **argv) {
     if (s.refused) printf("\nThe budget is full. Give more, or ask for fewer tokens (-n): %s\n", advice(&s));
     tkv_destroy(s.kv);
     tkv_destroy(s.exact);
+#if HAVE_SPILL
+    if (w.spill) spill_file_close(&file);
+#endif
     plan_free(&s.cfg);
     llama_free(&s.model);
     free(s.tokens);

@@ -10,6 +10,7 @@
 #define TKVI_AGE_H
 
 #include "metric.h"
+#include "spill.h"
 
 static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
@@ -90,6 +91,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_block *b = &kv->pool.block[id];
     int packs;
     tkvi_recoding r;
+    if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
@@ -106,8 +108,13 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.start = b->start;
     r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     packs = b->gone && r.there && !tkvi_binds(kv);
-    if (!packs) r.there |= b->gone; /* they keep their places */
-    if (b->refs > 1) {              /* the other holders keep theirs */
+    if (packs) {
+        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+    } else {
+        r.there |= b->gone; /* they keep their places */
+        tkvi_keep_copy(kv, layer, id);
+    }
+    if (b->refs > 1) { /* the other holders keep theirs */
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
@@ -133,6 +140,7 @@ static tkvi_peak tkvi_paper(tkv_cache *kv) {
     k.tables = &kv->tables;
     k.live = kv->peak_live;
     for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    k.outside = kv->pool.n_spilled;
     tkvi_peak_note(&k);
     return k;
 }
@@ -147,7 +155,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     while (p->keep && gone + 1 < now.n &&
            (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (paper && b->refs == 1) tkvi_peak_give(paper, b->coding);
+        if (paper && b->refs == 1 && !tkvi_spilled(b)) tkvi_peak_give(paper, b->coding);
         if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
@@ -155,6 +163,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
         int left = gone, tier, *of_tier[3];
         now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
         now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
+        now.out = tkvi_max(0, now.out - (gone - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;

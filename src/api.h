@@ -119,6 +119,7 @@
 #define tkv_policy_reset TKV_NAME_(tkv_policy_reset)
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
+#define tkv_promote TKV_NAME_(tkv_promote)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -137,6 +138,8 @@
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
 #define tkv_set_level TKV_NAME_(tkv_set_level)
+#define tkv_spill TKV_NAME_(tkv_spill)
+#define tkv_spill_bytes TKV_NAME_(tkv_spill_bytes)
 #define tkv_state_json TKV_NAME_(tkv_state_json)
 #define tkv_status_text TKV_NAME_(tkv_status_text)
 #define tkv_thresholds_candidates TKV_NAME_(tkv_thresholds_candidates)
@@ -183,9 +186,11 @@ extern "C" {
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")
+      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+    X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
+    X(TKV_ERR_NO_SOURCE, -14, "nothing better than what is stored: decoding restores nothing")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
-typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -13 } tkv_status;
+typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
 #undef TKV_STATUS_ENUM_
 
 /* >>formats: how a block stores K or V. Sizes of each: tkv_format_bits. */
@@ -400,6 +405,23 @@ typedef struct tkv_event {
 } tkv_event;
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
+/* >>spill: a place outside RAM for old blocks, such as a file (examples/spill_file.h, to be copied); see
+ * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within
+ * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
+ * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
+ * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
+ * drop are not, nor while one of these runs. All bytes are checked when they come back. */
+typedef struct tkv_spill_config { /* store and fetch, or none of these */
+    int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
+    int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
+    /* NULL, or told what will be fetched soon: so many bytes from there on, in parts */
+    void (*ahead)(void *user, uint32_t key, size_t offset, size_t size);
+    /* NULL, or told once that a key is not needed any more, also after a store that failed; it may come again */
+    void (*drop)(void *user, uint32_t key);
+    void *user;
+    int keep_exact; /* 1: the exact bytes of each block are stored when it is first compressed, for tkv_promote */
+} tkv_spill_config;
+
 typedef struct tkv_config {
     uint32_t start_canary; /* leave 0: catches a config that was never zeroed */
     /* the model */
@@ -440,7 +462,8 @@ typedef struct tkv_config {
     tkv_evict_config evict; /* kind 0: no token is ever dropped */
     int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
     tkv_importance_config importance;
-    int importance_every; /* one query in so many tells what it looked at; 0: as the policy needs it */
+    int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
+    tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -572,7 +595,8 @@ typedef struct tkv_attend_params {
 /* Rows are the queries of all entries, one after the other; a batch has at most max_seqs entries, a sequence
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
- * window is wider than the layer's, or it is too old). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
+ * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
@@ -662,6 +686,7 @@ typedef struct tkv_tier_info {
         [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, `dropped` and `evicted` make the length */
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
+    int spilled; /* blocks outside RAM; they count in their tier as well */
     int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
 } tkv_tier_info;
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
@@ -678,15 +703,16 @@ typedef struct tkv_tier_bytes {
 typedef struct tkv_memory_info {
     size_t total;                        /* what the allocator handed out and has not got back; the sum of: */
     tkv_tier_bytes tier[TKV_TIER_COUNT]; /*   codes and metadata of each tier */
-    size_t tables;     /*   plans per layer, what they learned and learn from, the meter's sums */
-    size_t index;      /*   block table, block lists, the cache itself */
-    size_t scratch;    /*   work space of encoding and of parallel attention */
-    size_t shadow;     /*   exact copies of the quality meter, used or not */
-    size_t slack;      /*   free room in pages, padding */
-    size_t peak;       /* highest total so far */
-    size_t fp16_bytes; /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
-    double ratio;      /* fp16_bytes / total */
-    double ratio_f32;  /* the same against plain F32 */
+    size_t tables;          /*   plans per layer, what they learned and learn from, the meter's sums */
+    size_t index;           /*   block table, block lists, the cache itself */
+    size_t scratch;         /*   work space of encoding and of parallel attention */
+    size_t shadow;          /*   exact copies of the quality meter, used or not */
+    size_t slack;           /*   free room in pages, padding */
+    tkv_tier_bytes spilled; /* outside RAM: tokens (of those of the tiers), their codes and metadata */
+    size_t peak;            /* highest total so far */
+    size_t fp16_bytes;      /* K and V of the same tokens, plain FP16, unpadded, without any overhead */
+    double ratio;           /* fp16_bytes / total */
+    double ratio_f32;       /* the same against plain F32 */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
 /* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; shared blocks count
@@ -788,6 +814,8 @@ typedef struct tkv_budget_info {
     uint64_t recoded[TKV_MAX_LEVELS]; /* blocks that came to the format of a level because of bytes */
     uint64_t demoted;                 /* blocks recoded in all, those that were due by age included */
     uint64_t refused;                 /* calls that got TKV_ERR_BUDGET */
+    uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
+    uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
     uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
     uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
@@ -811,6 +839,33 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
  * nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
+
+/* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
+ * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
+ * the index stay in RAM (40 bytes or so a block and layer). They keep format and place: attention and tkv_read
+ * fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
+ * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
+ * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
+ * room gets TKV_ERR_BUDGET. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
+ * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
+ * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
+ * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM. tkv_attend
+ * takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
+/* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
+TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
+/* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
+ * they may; *done (may be NULL) gets how many did, also with TKV_ERR_IO (the store failed). TKV_ERR_ARG: no such
+ * sequence or layer of its own, no cfg.spill. */
+TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
+/* Brings the block that has this position into RAM: its exact bytes where cfg.spill.keep_exact kept them, else, if
+ * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
+ * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
+ * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
+ *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
+ *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
+ * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
  * and a step to higher precision while the mean is below the target, the opposite while it is well above. It knows no

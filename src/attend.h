@@ -23,6 +23,7 @@
 #include "many_avx512.h"
 #include "mass.h"
 #include "metric.h"
+#include "spill.h"
 
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {
@@ -37,11 +38,33 @@ typedef struct tkvi_call {
     int tile;              /* rows of a unit */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen;     /* statistics of this layer are wanted (learn.h) */
-    int metric;     /* its queries are (metric.h) */
-    int meter;      /* the quality meter watches a head of it (meter.h) */
-    tkvi_mass mass; /* what is gathered of what queries look at */
+    int listen;      /* statistics of this layer are wanted (learn.h) */
+    int metric;      /* its queries are (metric.h) */
+    int meter;       /* the quality meter watches a head of it (meter.h) */
+    tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
+    int *failed;     /* of all tasks: bits of tkvi_failure */
+    tkvi_mass mass;  /* what is gathered of what queries look at */
 } tkvi_call;
+
+/* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
+typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
+
+static int tkvi_failed(const tkvi_call *c) {
+#if defined(__GNUC__) || defined(__clang__)
+    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+#else
+    return c->room && *c->failed;
+#endif
+}
+
+static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
+    const int bit = st == TKV_ERR_IO ? TKVI_FAILED_IO : TKVI_FAILED_DATA;
+#if defined(__GNUC__) || defined(__clang__)
+    (void)__atomic_fetch_or(c->failed, bit, __ATOMIC_RELAXED);
+#else
+    *c->failed |= bit;
+#endif
+}
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
@@ -198,8 +221,31 @@ static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_block_bytes(pool, b) + r->at;
+    *bytes = tkvi_spilled(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
     return r;
+}
+
+/* A side of a record that is outside. While it is looked for, the store may look for the next one. */
+static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
+    const tkv_cache *kv = u->call->kv;
+    const uint8_t *bytes;
+    tkv_status st;
+    if (tkvi_failed(u->call)) return NULL;
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
+        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
+    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+    if (!st) return bytes;
+    tkvi_fail_call(u->call, st);
+    return NULL;
+}
+
+/* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
+static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
+    const uint8_t *bytes;
+    const tkvi_record *r = tkvi_record_of(u, i, &bytes);
+    if (!bytes) return tkvi_fetch_side(u, i, side);
+    return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
 /* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
@@ -214,6 +260,8 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
+        if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
@@ -320,6 +368,8 @@ static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
+    if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+    if (!bytes) return 0;
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](
         &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
@@ -394,10 +444,12 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         }
         if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
         rec = tkvi_record_of(u, i, &bytes);
+        bytes = tkvi_bytes_of(u, i, TKV_V);
+        if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, p,
-                                              u->rows, tkvi_block_tokens(kv, u->list, u->ids, i),
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
+                                              tkvi_block_tokens(kv, u->list, u->ids, i),
                                               tkvi_planes(&rec->v, kv->tables.cfg.precise),
                                               sums->o + space * stride);
     }
@@ -574,8 +626,9 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
             if (rows[r].sampled)
                 any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
                                          p + r * TKVI_BLOCK, o);
-        if (any)
-            kv->kernels->v[rec->v.format->stored](&rec->v, bytes + rec->v_at, NULL, p, u->rows, n,
+        bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
+        if (any && bytes)
+            kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
                                                   tkvi_planes(&rec->v, kv->tables.cfg.precise),
                                                   o + (rec->v.format->rotated ? stride : 0));
     }
@@ -773,6 +826,7 @@ typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks;
     float *parts; /* [unit][chunk] sums */
+    tkv_task task;
 } tkvi_work;
 
 static int tkvi_count_units(const tkvi_call *c) {
@@ -837,6 +891,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
+    if (tkvi_failed(w->call)) return;
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
@@ -967,12 +1022,16 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+            if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
             if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
             w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
             if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
-            many->v(&rec->v, bytes + rec->v_at, next ? next + rec->v_at : NULL, scores, lanes, n,
+            bytes = tkvi_bytes_of(u, i, TKV_V);
+            if (!bytes) return;
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
         }
         if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
@@ -1022,6 +1081,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     int first;
     sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
     tkvi_many_blocks(u, &sums);
+    if (tkvi_failed(u->call)) return;
     tkvi_many_in_rows(u, &sums);
     for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
 }
@@ -1048,7 +1108,7 @@ static void tkvi_run_many(void *ctx, int index) {
     int first;
     tkvi_find_unit(w->call, index, &u);
     tkvi_many_unit(&u);
-    for (first = 0; first < u.rows && w->call->meter; first += TKVI_ROWS) {
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += TKVI_ROWS) {
         const tkvi_unit eight = tkvi_many_eight(&u, first);
         tkvi_many_measure(w, &eight);
     }
@@ -1132,13 +1192,35 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
         for (i = 0; i < n; i++) task(ctx, i);
 }
 
+/* A task with room of its own for what it fetches. */
+static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
+    tkvi_room room;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    room.key = TKVI_NIL;
+    c.room = &room;
+    w.call = &c;
+    if (!tkvi_failed(&c)) w.task(&w, index);
+}
+
+static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
+    const tkv_cache *kv = w->call->kv;
+    tkv_task run = kv->pool.n_spilled ? tkvi_run_fetching : task;
+    int i;
+    w->task = task;
+    if (together) tkvi_for(kv, n, run, w);
+    else
+        for (i = 0; i < n; i++) run(w, i);
+}
+
 /* >>public */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
     tkvi_work w;
-    int i, few, longest = 0;
+    int i, few, longest = 0, failed = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
+    c.failed = &failed;
     w.call = &c;
     w.n_units = tkvi_count_units(&c);
     w.n_chunks = 0;
@@ -1154,18 +1236,19 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
           w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
     if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
-        tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_part, &w);
-        for (i = 0; i < w.n_units; i++) tkvi_run_unit(&w, i);
-        if (tkvi_any_tells(&w)) tkvi_for(kv, w.n_units * w.n_chunks, tkvi_run_gather, &w);
+        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_part);
+        tkvi_run(&w, w.n_units, 0, tkvi_run_unit);
+        if (!failed && tkvi_any_tells(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
         tkvi_leave_parts(kv);
     } else if (few || !(c.many = tkvi_many_for(&c))) {
-        tkvi_for(kv, w.n_units, tkvi_run_unit, &w);
+        tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
     } else {
         c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
-        tkvi_for(kv, tkvi_count_units(&c), tkvi_run_many, &w);
+        tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
         c.tile = TKVI_ROWS;
     }
-    if (p->mass) tkvi_for(kv, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, tkvi_run_mass, &w);
+    if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
+    if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }
 

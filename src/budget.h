@@ -3,7 +3,8 @@
  *
  *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
- *            -> still no room: as many as it takes, and the next level when this one is done  (tkvi_make_room)
+ *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
+ *               config has a place for them, the oldest blocks go outside                     (tkvi_make_room)
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -125,7 +126,7 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -173,7 +174,8 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
-                n += b->refs == 1 && tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+                n += b->refs == 1 && !tkvi_spilled(b) &&
+                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
     return n;
@@ -183,12 +185,33 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
 static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
+    if (kv->store_failed)
+        st =
+            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
     kv->refused++;
     tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
 }
 
 /* >>levels */
+/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+static int tkvi_spill_oldest(tkv_cache *kv) {
+    int seq, layer, most = -1, of_seq = 0, of_layer = 0;
+    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const int i = tkvi_next_out(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= most) continue;
+            most = age;
+            of_seq = seq;
+            of_layer = layer;
+        }
+    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+}
+
 /* Another plan without a budget: what was reserved was counted by the old one. */
 static void tkvi_end_promises(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
@@ -227,9 +250,14 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
     return slots;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; also without those that
- * eviction would give back for sure; or with the tighter ones as large as the level has them. */
-typedef enum tkvi_fate { TKVI_TIGHTEN, TKVI_TIGHTEN_AND_EVICT, TKVI_LOOSEN } tkvi_fate;
+/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
+ * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+typedef enum tkvi_fate {
+    TKVI_TIGHTEN,
+    TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_EVICT,
+    TKVI_LOOSEN
+} tkvi_fate;
 
 static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
@@ -240,13 +268,17 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            const int go = fate == TKVI_TIGHTEN_AND_EVICT ? list->sinks + tkvi_may_go(kv, seq, layer) : 0;
-            for (i = list->sinks; i < go; i++) slots[t->coding[kv->pool.block[ids[i]].coding].size_class]--;
-            for (; i < list->n; i++) {
+            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
+            for (i = list->sinks + list->out; i < list->n; i++) {
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
-                if (b->refs > 1) continue;
+                if (b->refs > 1 || tkvi_spilled(b)) continue;
+                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
+                    slots[t->coding[b->coding].size_class]--;
+                    go--;
+                    continue;
+                }
                 if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
                 if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
                                         : !tkvi_tighter(kv, b->coding, coding))
@@ -261,14 +293,19 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
 /* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
  * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
 static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
+    const int last = kv->policy.cfg.max_level;
     int level;
+    kv->store_failed = 0;
     *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
-    if (*bytes > budget && kv->tables.cfg.evict.kind) { /* the last level, and the next resort */
-        const int last = kv->policy.cfg.max_level;
+    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.evict.kind) {
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
@@ -396,7 +433,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_evict_some(kv)) return 0;
+        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -414,6 +451,9 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
     out->demoted = kv->demoted;
     out->refused = kv->refused;
+    out->spilled = kv->spilled;
+    out->unstored = kv->unstored;
+    out->promoted = kv->promoted;
     out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;

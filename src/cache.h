@@ -23,6 +23,7 @@ typedef struct tkvi_list {
     int chunk;                /* len before the last append: what came then stays exact until the next */
     int tight,
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
+    int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
 } tkvi_list;
 
@@ -86,11 +87,15 @@ struct tkv_cache {
     int64_t debt;    /* bytes that are still to be won for those that came */
     size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
-    int64_t *need; /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    uint64_t spilled, unstored,
+        promoted;     /* blocks that went outside, that the store refused, that came back */
+    int store_failed; /* in the call that goes on: there would have been room */
+    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
     uint64_t evicted, merged;
+    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -202,6 +207,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
+            if (tkvi_spilled(b)) continue;
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
@@ -483,6 +489,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     uint32_t i;
     int s;
     if (!kv) return;
+    for (i = 0; i < kv->pool.block_cap; i++) {
+        if (!kv->pool.block[i].refs) continue;
+        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        tkvi_forget_copy(&kv->pool, i);
+    }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
@@ -575,7 +586,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.spill.store ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +

@@ -110,6 +110,7 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
     else if (coded < list->archive + list->warm) list->warm--;
     if (coded >= 0 && coded < list->tight) list->tight--;
     if (coded >= 0 && coded < list->tightest) list->tightest--;
+    if (coded >= 0 && coded < list->out) list->out--;
     list->n--;
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
@@ -130,6 +131,7 @@ static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint
     const tkvi_coding *c = &kv->tables.coding[a->coding];
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
                tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
@@ -168,6 +170,7 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
     a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
     a->gone = 0;
     tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_copy(&kv->pool, ids[i]);
     tkvi_unlist(kv, seq, layer, i + 1);
     kv->merged++;
 }
@@ -207,16 +210,25 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     return c;
 }
 
+/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const uint8_t *bytes;
+    tkvi_room room;
+    room.key = TKVI_NIL;
+    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
+        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
+    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+}
+
 /* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
 static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
-    const tkvi_block *b = &kv->pool.block[id];
-    const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, t, n = tkvi_bits_in(there);
     memset(out, 0, (size_t)n * sizeof *out);
     for (h = 0; h < heads; h++) {
-        const tkvi_record *r = &kv->tables.coding[b->coding].record[h];
-        (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes + r->at, there, kv->recode, (size_t)dim);
+        tkvi_keys_of(kv, id, h, there, kv->recode);
         for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
     }
 }
@@ -232,10 +244,9 @@ static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uin
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                const tkvi_record *r = &kv->tables.coding[b->coding].record[h];
-                count = tkvi_values_of(&r->k, kv->kernels->helpers, tkvi_block_bytes(&kv->pool, b) + r->at,
-                                       tkvi_there_in(kv, list, ids, i), kv->recode, (size_t)dim);
+                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                count = tkvi_bits_in(there);
+                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[at + t] -=
@@ -273,7 +284,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+                (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -357,7 +369,7 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a list that stay in any case. */
+/* Tokens of a list that stay in any case: those outside take no bytes. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -366,25 +378,33 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
-    for (i = 0; i < list->n; i++) n += tkvi_bits_in(kv->pool.notes[ids[i]].pinned);
+    for (i = 0; i < list->n; i++)
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
+                                                                : kv->pool.notes[ids[i]].pinned);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
 /* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
- * but for the last of each stretch of a tier and format. Where tokens cannot move, blocks are not merged at all. */
+ * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
+ * are not merged at all. */
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, stretches = 1, stays = tkvi_binds(kv), key = -1;
+    int i, stretches = 1, stays = tkvi_binds(kv), key = -1, out = 0, tokens_out = 0;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         stretches += kv->tables.coding[b->coding].key != key ||
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         stays |= b->refs > 1;
+        if (!tkvi_spilled(b)) continue;
+        out++;
+        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        key = -1;
     }
     if (stays) return list->n;
-    return tkvi_min(list->n, list->sinks + 2 * tkvi_stay_of(kv, seq, layer) / TKVI_BLOCK + stretches);
+    return tkvi_min(list->n, list->sinks + out + stretches +
+                                 2 * (tkvi_stay_of(kv, seq, layer) - tokens_out) / TKVI_BLOCK);
 }
 
 /* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
@@ -407,9 +427,11 @@ static int tkvi_evict_some(tkv_cache *kv) {
             of_layer = layer;
             count = n;
         }
+    kv->for_bytes = 1;
     if (most > 0)
         tkvi_evict_surely(kv, of_seq, of_layer,
                           count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
+    kv->for_bytes = 0;
     return most > 0;
 }
 

@@ -232,8 +232,10 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        int first = list->sinks + list->archive;
-        if (first < list->n) n += list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), first);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int i = list->n;
+        while (--i >= list->sinks + list->archive && !tkvi_spilled(&kv->pool.block[ids[i]]))
+            n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
 }

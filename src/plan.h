@@ -9,6 +9,11 @@
 #include "dispatch.h"
 #include "evict.h"
 
+/* A piece of what is stored outside (spill.h): a record or a side of one, F16 of 256 channels at most, and a hash. */
+#define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+#define TKVI_SPILL_HASH 8u
+#define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
+
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
 /* One KV head of a block: K side, V side, where it begins. */
@@ -684,6 +689,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
 #undef TKVI_RANGE_
+    if (!cfg->spill.store != !cfg->spill.fetch)
+        return tkvi_bad(reason, size, "spill.store", cfg->spill.store ? 1 : 0,
+                        "store and fetch must both be set, or neither");
+    if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
+        return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
     if (!cfg->allocator.alloc != !cfg->allocator.release)
         return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
                         "alloc and release must both be set, or neither");
@@ -704,6 +714,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
+        int i;
+        for (i = 0; i < shape->n_keys; i++) {
+            tkvi_record r;
+            tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
+            if (r.k.bytes > TKVI_SPILL_SIDE || r.v.bytes > TKVI_SPILL_SIDE)
+                return tkvi_bad(
+                    reason, size, "spill.store", 1,
+                    "heads of more than 128 channels in F32 are too large to be spilled: take F16");
+        }
+    }
     return st;
 }
 

@@ -27,12 +27,13 @@ typedef struct tkvi_page {
 } tkvi_page;
 
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold it; 0: this entry is free */
-    uint32_t page; /* or the next free entry */
-    uint16_t slot, coding;
-    int start;     /* it covers positions from here to the next block's start */
-    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
+    uint32_t refs;         /* lists that hold it; 0: this entry is free */
+    uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
+    uint16_t slot, coding; /* slot, outside: the mark of what was stored */
+    int start;             /* it covers positions from here to the next block's start */
+    uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
     int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped. */
@@ -56,6 +57,8 @@ typedef struct tkvi_pool {
     tkvi_block *block;
     tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
+    uint32_t n_spilled;                       /* of them, those whose bytes are outside */
+    uint16_t marks;                           /* what was stored last (spill.h) */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
     int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
@@ -304,6 +307,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
+    b->copy = 0;
     if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
     return id;
@@ -324,10 +328,36 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
     tkvi_give_slot(pool, old_page, old_slot);
 }
 
+/* >>outside: what the caller's store has of a block, under key 2 * number + this */
+typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
+
+static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
+
+static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
+
+static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
+    const tkv_spill_config *s = &pool->tables->cfg.spill;
+    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
+}
+
+/* Its tokens are no longer where the exact copy has them, or it dies. */
+static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
+    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
+    pool->block[id].copy = 0;
+}
+
+/* It is in RAM again, or dies. */
+static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
+    tkvi_drop_key(pool, id, TKVI_ITSELF);
+    pool->n_spilled--;
+}
+
 static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     tkvi_block *b = &pool->block[id];
     if (--b->refs) return;
-    tkvi_give_slot(pool, b->page, b->slot);
+    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
+    else tkvi_give_slot(pool, b->page, b->slot);
+    tkvi_forget_copy(pool, id);
     b->page = pool->free_block;
     pool->free_block = id;
     pool->n_blocks--;
@@ -338,10 +368,11 @@ typedef struct tkvi_peak {
     const tkvi_tables *tables;
     int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
     int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
+    int64_t outside;                 /* blocks without a slot */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = 0;
+    int64_t pages = 0, blocks = k->outside;
     int c;
     for (c = 0; c < k->tables->n_classes; c++) {
         pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);

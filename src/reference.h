@@ -36,15 +36,17 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
 }
 
 /* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
-static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
+static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
+    tkvi_room room[2];
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
     if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
         top = (double)c->p->sinks[head];
         any = 1;
@@ -55,16 +57,20 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
-            const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + rec->at;
+            const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_there(b, n);
+            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            if (!st && pass == 1)
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+            if (st) return st;
             for (t = 0; t < n; t++) {
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
                 if (!(there >> t & 1)) continue;
                 j = tkvi_at(kv, ids[i], t);
-                tkvi_decode_side(&rec->k, bytes, t, 1, x, 0);
+                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
@@ -78,7 +84,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
                     continue;
                 }
                 sum += w;
-                tkvi_decode_side(&rec->v, bytes + rec->v_at, t, 1, x, 0);
+                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
                 for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
             }
         }
@@ -89,6 +95,7 @@ static void tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int h
     if (c->p->lse)
         c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
+    return TKV_OK;
 }
 
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
@@ -101,9 +108,10 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->mass + item * c.mass_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
-            for (head = 0; head < kv->tables.cfg.n_heads; head++) tkvi_ref_row(&c, item, row, query, head);
+            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+                st = tkvi_ref_row(&c, item, row, query, head);
     }
-    return TKV_OK;
+    return st;
 }
 
 #endif /* TKVI_REFERENCE_H */

@@ -5,6 +5,7 @@
 #ifndef TKVI_REPORT_H
 #define TKVI_REPORT_H
 
+#include "promote.h"
 #include "reference.h"
 #include "sequence.h"
 
@@ -36,6 +37,7 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
         tkv_tier tier = tkvi_tier_at(list, i);
         out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
+        out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
     out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
@@ -117,10 +119,13 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
 
 /* >>bytes */
 /* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens) {
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
+                           int spilled) {
+    tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    m->tier[tier].codes += bytes->codes;
-    m->tier[tier].metadata += bytes->metadata;
+    if (spilled) m->spilled.tokens += tokens;
+    at->codes += bytes->codes;
+    at->metadata += bytes->metadata;
 }
 
 /* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
@@ -159,7 +164,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)));
+                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
 }
 
@@ -192,7 +197,9 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     memset(out, 0, sizeof *out);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
-    for (i = 0; i < list->n; i++) bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    for (i = 0; i < list->n; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[i]]))
+            bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -402,7 +409,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
     const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
@@ -424,6 +431,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
         list->tight > list->archive + list->warm)
         return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+    if (list->out < 0 || list->out > list->n - list->sinks)
+        return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
+    for (i = 0; i < list->out; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
+            return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
@@ -450,6 +462,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
+        if (tkvi_spilled(b) && (i < list->sinks || !kv->tables.cfg.spill.store))
+            return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+        if (b->copy && b->copy > kv->tables.n_codings)
+            return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
             !tkvi_lazy(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
@@ -526,6 +542,9 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
+    for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
+    if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
@@ -568,8 +587,9 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->dropped) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
-                    k->kv->tables.plan[g->layer].now.key[TKV_HOT])
+                (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                     k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
+                 !k->kv->pool.block[ids[block]].copy))
                 return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
         }
     }

@@ -550,6 +550,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
         if (list->n < list->sinks) list->sinks = list->n;
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
+    list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_mass_cut(kv, list, ids);
@@ -646,7 +647,7 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
-    int layer;
+    int layer, i;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -659,9 +660,11 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
-            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed or gone; at least", must,
-                             " must stay");
+            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
+                             must, " must stay");
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
@@ -698,7 +701,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_helpers *help;
     const tkvi_list *list;
     const uint32_t *ids;
+    tkvi_room room;
     int i, h;
+    room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -710,7 +715,6 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_coding *c = &kv->tables.coding[b->coding];
-        const uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const int slot =
@@ -719,12 +723,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
-            if (k)
-                tkvi_values(&r->k, help, bytes + r->at, slot, to - from, k + (row + (size_t)h) * dk,
-                            heads * dk);
-            if (v)
-                tkvi_values(&r->v, help, bytes + r->at + r->v_at, slot, to - from, v + (row + (size_t)h) * dv,
-                            heads * dv);
+            const uint8_t *bytes;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            if (k && !st)
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+            if (v && !st)
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+            if (st) return st;
         }
     }
     return TKV_OK;

@@ -102,6 +102,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "tier=\"warm\"", NULL),
     TKVI_FIGURE(TKVI_TOKENS, "archive", tkvi_figure_size, memory.tier[TKV_ARCHIVE].tokens, "tkv_tokens",
                 "tier=\"archive\"", NULL),
+    TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
+                "Tokens outside RAM; they count in their tier as well."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,

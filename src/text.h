@@ -638,6 +638,10 @@ static const tkvi_row tkvi_policy_rows[] = {
     TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
 };
 
+static const tkvi_row tkvi_spill_fields[] = {
+    TKVI_ROW(tkv_spill_config, keep_exact, TKVI_INT, tkvi_words_switch),
+};
+
 static const tkvi_row tkvi_evict_fields[] = {
     TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
@@ -668,6 +672,7 @@ enum {
     TKVI_OF_ROPE,
     TKVI_OF_POLICY,
     TKVI_OF_EVICT,
+    TKVI_OF_SPILL,
     TKVI_OF_IMPORTANCE,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
@@ -679,6 +684,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
+    {"spill", 0, offsetof(tkv_config, spill), 0, TKVI_ROWS_OF(tkvi_spill_fields)},
     {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
     {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},

@@ -556,6 +556,7 @@ TEST(every_field_has_a_row) {
     COVER(policy);
     COVER(evict);
     COVER(importance);
+    COVER(spill);
     COVER(on_event);
     COVER(event_user);
     COVER(allocator);
@@ -574,6 +575,10 @@ TEST(every_field_has_a_row) {
     memset(covered + offsetof(tkv_evict_config, scorer), 1, 2 * sizeof(void *)); /* and its user */
     check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_fields,
                   COUNT(tkvi_evict_fields));
+    memset(covered, 0, sizeof covered);
+    memset(covered, 1, offsetof(tkv_spill_config, keep_exact)); /* functions, and their user */
+    check_covered("tkv_spill_config", covered, sizeof(tkv_spill_config), tkvi_spill_fields,
+                  COUNT(tkvi_spill_fields));
     memset(covered, 0, sizeof covered);
     check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_fields,
                   COUNT(tkvi_importance_fields));

@@ -104,7 +104,24 @@ typedef struct contents {
     int shared; /* 1: instead, A and R: a table is made on the way */
     int meter;  /* 1: the quality meter watches all heads */
     int every;  /* cfg.importance_every */
+    int out;    /* 1: with workers, old blocks are outside RAM */
 } contents;
+
+/* A place outside RAM, where there is one for spilled blocks. */
+static uint8_t outside[96][80 << 10];
+
+static int put_outside(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    (void)user;
+    if (key >= 96 || offset + size > sizeof outside[0]) return 1;
+    memcpy(outside[key] + offset, bytes, size);
+    return 0;
+}
+
+static int from_outside(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    (void)user;
+    memcpy(bytes, outside[key] + offset, size);
+    return 0;
+}
 
 static tkv_cache *filled(const contents *c, workers *w) {
     tkv_config cfg = tkv_config_default();
@@ -140,6 +157,7 @@ static tkv_cache *filled(const contents *c, workers *w) {
         cfg.parallel_for = parallel_for;
         cfg.parallel_user = w;
     }
+    if (w && c->out) cfg.spill.store = put_outside, cfg.spill.fetch = from_outside;
     if (tkv_create(&cfg, &kv) != TKV_OK) fail_hard("no cache");
     k = (float *)calloc(100 * KV_HEADS * DK, sizeof(float));
     v = (float *)calloc(100 * KV_HEADS * DV, sizeof(float));
@@ -153,6 +171,10 @@ static tkv_cache *filled(const contents *c, workers *w) {
         }
     free(k);
     free(v);
+    for (seq = 0; seq < 3 && w && c->out; seq++) {
+        CHECK_EQ(tkv_spill(kv, seq, 0, 100, &i), TKV_OK);
+        CHECK(seq > 0 || i > 8);
+    }
     return kv;
 }
 
@@ -194,15 +216,16 @@ static int has_numbers(const outputs *o) {
     return n > HEADS * DV / 2;
 }
 
-static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0};
-static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0, 0};
-static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0, 0};
-static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0, 0};
-static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
-static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0};
-static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1, 0};
-static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1, 0};
-static const contents weighed = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 3};
+static const contents many_tiers = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0, 0};
+static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0, 0, 0, 0};
+static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0, 0, 0};
+static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0, 0, 0};
+static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0, 0};
+static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0, 0};
+static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1, 0, 0};
+static const contents outside_ram = {{1200, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0, 1};
+static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1, 0, 0};
+static const contents weighed = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 3, 0};
 
 static float *make_queries(void) {
     float *q = (float *)calloc(MAX_ROWS * HEADS * DK, sizeof(float));
@@ -255,6 +278,7 @@ TEST(threads_mixed) {
 }
 TEST(threads_few_tokens) { check_threads(&few_tokens); }
 TEST(threads_shared) { check_threads(&shared); }
+TEST(threads_and_blocks_outside) { check_threads(&outside_ram); }
 
 /* Decoding is cut along the keys, so that one query has work for many; prefill along the queries. */
 TEST(both_cuts_are_used) {
@@ -541,7 +565,7 @@ TEST(importance_does_not_depend_on_threads) {
 #if defined(__OPTIMIZE__) && defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) &&                        \
     !defined(__SANITIZE_THREAD__) && !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer) &&    \
     !HAS_FEATURE(memory_sanitizer)
-enum { STACK = 1 << 18, PROMISED = 128 << 10, WIDE = 256, QUERIES = 16 };
+enum { STACK = 1 << 18, PROMISED = 128 << 10, FETCHING = 36 << 10, WIDE = 256, QUERIES = 16 };
 
 typedef struct stack_call {
     tkv_cache *kv;
@@ -584,19 +608,20 @@ TEST(stack_is_as_promised) {
     unsigned char *stack = NULL;
     float *x = (float *)calloc(64 * WIDE, sizeof *x), *out = (float *)calloc(QUERIES * 8 * WIDE, sizeof *out);
     tkv_rng rng = tkv_rng_seed(3);
-    int i, meter, t, most = 0, used;
+    int i, meter, t, most = 0, used, spilled;
     stack_call c;
     if (posix_memalign((void **)&stack, 4096, STACK) || !x || !out) fail_hard("no memory");
     tkv_rng_fill(&rng, x, 64 * WIDE, 1.0);
     for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
-        for (meter = 0; meter < 2; meter++) {
+        for (meter = 0; meter < 3; meter++) { /* 2: no meter, but blocks outside */
             tkv_config cfg = tkv_config_default();
             cfg.n_layers = 1, cfg.n_heads = 8, cfg.n_kv_heads = 1, cfg.head_dim = WIDE;
             cfg.warm = cfg.archive = pairs[i];
             cfg.rope.dim = WIDE;
-            cfg.quality_heads = meter;
-            cfg.quality_every = meter;
+            cfg.quality_heads = meter % 2;
+            cfg.quality_every = meter % 2;
             cfg.importance_every = 1;
+            if (meter == 2) cfg.spill.store = put_outside, cfg.spill.fetch = from_outside;
             cfg.isa = tkv_test_isa();
             memset(&c, 0, sizeof c);
             c.x = x, c.out = out;
@@ -604,11 +629,15 @@ TEST(stack_is_as_promised) {
             for (t = 0; t < 4; t++) CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
             CHECK_EQ(tkv_flush(c.kv, 0, TKV_FLUSH_FULL), TKV_OK);
             CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
+            spilled = 0;
+            if (meter == 2) CHECK_EQ(tkv_spill(c.kv, 0, 0, 8, &spilled), TKV_OK);
+            CHECK_EQ(spilled > 1, meter == 2);
             for (t = 0; t < 3; t++) {
                 c.n = queries[t];
                 used = stack_of(&c, stack);
-                CHECK_MSG(used <= PROMISED, "%d bytes: %s, %d queries, meter %d", used,
-                          tkv_format_name(pairs[i].k), c.n, meter);
+                CHECK_MSG(used <= PROMISED + (spilled && c.n ? FETCHING : 0),
+                          "%d bytes: %s, %d queries, meter %d", used, tkv_format_name(pairs[i].k), c.n,
+                          meter);
                 most = used > most ? used : most;
             }
             tkv_destroy(c.kv);
@@ -720,6 +749,7 @@ int main(int argc, char **argv) {
     RUN(threads_mixed);
     RUN(threads_few_tokens);
     RUN(threads_shared);
+    RUN(threads_and_blocks_outside);
     RUN(both_cuts_are_used);
     RUN(callers_side_by_side);
     RUN(callers_with_workers);

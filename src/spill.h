@@ -1,0 +1,203 @@
+/*
+ * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
+ *
+ * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
+ * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
+ * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
+ *
+ *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
+ *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
+ *
+ * Which blocks go and when: budget.h, promote.h. May call cache and below.
+ */
+#ifndef TKVI_SPILL_H
+#define TKVI_SPILL_H
+
+#include "cache.h"
+
+/* >>pieces */
+typedef struct tkvi_piece {
+    uint32_t key;
+    size_t at, bytes; /* in what is stored, without the hash */
+    size_t from;      /* in the block */
+    uint64_t seed;
+} tkvi_piece;
+
+/* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
+typedef struct tkvi_room {
+    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+    uint32_t key; /* TKVI_NIL: none */
+    int head, part;
+} tkvi_room;
+
+/* Pieces of a record: 1 or 2. */
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
+                                uint16_t mark, int head, int part) {
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    uint8_t text[20];
+    tkvi_piece p;
+    p.key = tkvi_store_key(id, what);
+    p.from = r->at + (part ? r->v_at : 0);
+    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
+    tkvi_store32(text, p.key);
+    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
+    tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(text + 12, (uint32_t)coding);
+    tkvi_store32(text + 16, mark);
+    p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
+    return p;
+}
+
+/* Four words at a time: as fast as memory, where FNV-1a would take longer than the attention. Every step is invertible,
+ * so one changed word always shows. Words are the machine's: a store is read where it was written. */
+static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *out) {
+    uint64_t lane[4], word[4], h = seed;
+    int k;
+    for (k = 0; k < 4; k++) lane[k] = seed + (uint64_t)k;
+    while (n) {
+        const size_t some = n < sizeof word ? n : sizeof word;
+        if (some < sizeof word) memset(word, 0, sizeof word);
+        memcpy(word, p, some);
+        for (k = 0; k < 4; k++) {
+            lane[k] = (lane[k] ^ word[k]) * 0x9e3779b97f4a7c15u;
+            lane[k] ^= lane[k] >> 32;
+        }
+        p += some;
+        n -= some;
+    }
+    for (k = 0; k < 4; k++) {
+        h = (h ^ lane[k]) * 0xbf58476d1ce4e5b9u;
+        h ^= h >> 29;
+    }
+    memcpy(out, &h, TKVI_SPILL_HASH);
+}
+
+/* >>out */
+/* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint16_t mark) {
+    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int head, part;
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
+            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
+            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
+            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
+            tkvi_drop_key(&kv->pool, id, what);
+            kv->unstored++;
+            return 0;
+        }
+    return 1;
+}
+
+/* A block that leaves the hot tier for the first time: its exact bytes are kept, if somebody wants them. Where
+ * the store fails there is no copy, and that is all. */
+static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
+    tkvi_block *b = &kv->pool.block[id];
+    const int key = kv->tables.coding[b->coding].key;
+    if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
+    if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!tkvi_store_block(kv, id, TKVI_COPY, ++kv->pool.marks)) return;
+    b->copy = (uint16_t)(b->coding + 1);
+    b->copy_mark = kv->pool.marks;
+}
+
+/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
+ * last append, and not the last two, from which attention takes what keys have in common. */
+static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
+    end = tkvi_block_end(kv, list, ids, i);
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* The oldest block of a list that may go out next; -1: there is none. */
+static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i = list->sinks + list->out;
+    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
+    list->out = tkvi_max(0, i - list->sinks);
+    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
+    return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
+}
+
+/* It goes. 0: there is none, or the store failed and it stays. */
+static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
+    const int i = tkvi_next_out(kv, seq, layer);
+    uint32_t id, page;
+    tkvi_block *b;
+    int slot;
+    if (i < 0) return 0;
+    id = tkvi_ids(kv, seq, layer)[i];
+    b = &kv->pool.block[id];
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
+        kv->store_failed = 1;
+        return 0;
+    }
+    page = b->page;
+    slot = b->slot;
+    b->page = TKVI_NIL;
+    b->slot = kv->pool.marks;
+    kv->pool.n_spilled++;
+    kv->spilled++;
+    tkvi_give_slot(&kv->pool, page, slot);
+    return 1;
+}
+
+/* >>back */
+/* A side of a head's record of a block that is outside, in `room`. */
+static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
+                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    const tkvi_record *r = &kv->tables.coding[coding].record[head];
+    const int part = side == TKV_V && tkvi_pieces(r) == 2;
+    const tkvi_piece p =
+        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
+    uint8_t hash[TKVI_SPILL_HASH];
+    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
+    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
+    room->key = TKVI_NIL;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
+    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    room->key = p.key;
+    room->head = head;
+    room->part = part;
+    return TKV_OK;
+}
+
+/* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
+                                  const uint8_t **bytes) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
+    return TKV_OK;
+}
+
+/* A record of it will be asked for soon. */
+static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
+    const tkv_spill_config *s = &kv->tables.cfg.spill;
+    const tkvi_block *b = &kv->pool.block[id];
+    if (s->ahead) {
+        const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
+        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_SPILL_HASH * 2u * (size_t)head,
+                 r->v_at + r->v.bytes + 2u * TKVI_SPILL_HASH);
+    }
+}
+
+#endif /* TKVI_SPILL_H */
