@@ -32,14 +32,15 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low - 1;
 }
 
-/* The place of a position in block i, gone or not; -1: it has none. */
+/* The place of a position in block i; -1: it has none. In a packed block, of those that are there or anchored. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                          int position) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
+    const uint64_t kept = tkvi_kept(kv, list, ids, i);
     int t = 0;
     if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
     else
-        while (t < n && tkvi_at(kv, ids[i], t) != position) t++;
+        while (t < n && !(kept >> t & 1 && tkvi_at(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
 }
 

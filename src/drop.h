@@ -104,27 +104,53 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* Can the tokens of block i and of the next one live in one of its format? Both are of one tier, and not the last. */
-static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
+ * there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const tkvi_coding *c = &kv->tables.coding[a->coding];
+    const int key = kv->tables.coding[a->coding].key;
+    int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
     if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    return tkvi_bits_in(tkvi_kept(kv, list, ids, i)) + tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1)) <=
-           TKVI_BLOCK;
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    if (n <= room) return n;
+    if (key != kv->tables.plan[layer].now.key[TKV_HOT] || a->copy || b->copy) return 0;
+    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
-/* Block i takes in what is left of the next one. */
-static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
+/* The first n of these bits. */
+static uint64_t tkvi_first_bits(uint64_t bits, int n) {
+    uint64_t rest = bits;
+    while (n-- > 0) rest &= rest - 1;
+    return bits & ~rest;
+}
+
+/* Block i begins at its first token that is there. */
+static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    int t, by = 0;
+    tkvi_list_positions(kv, list, ids, i);
+    for (t = b->packed; t-- > 0;)
+        if (!(b->gone >> t & 1)) by = notes->where[t];
+    for (t = 0; t < b->packed; t++)
+        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+    b->start += by;
+}
+
+/* Block i takes in the first `count` of what is left of the next one. */
+static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_helpers *help = kv->kernels->helpers;
-    tkvi_block *a = &kv->pool.block[ids[i]];
-    const tkvi_block *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_kept(kv, list, ids, i), there = tkvi_kept(kv, list, ids, i + 1);
+    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t there = tkvi_first_bits(left, count);
     const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     uint8_t *to = tkvi_block_bytes(&kv->pool, a);
@@ -149,21 +175,27 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
     a->gone = kv->pool.notes[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
-    tkvi_unlist(kv, seq, layer, i + 1);
     kv->merged++;
+    if (there == left) {
+        tkvi_unlist(kv, seq, layer, i + 1);
+        return;
+    }
+    b->gone |= there;
+    tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
 static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, n;
     for (i = 0; i + 1 < list->n; i++)
         if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && tkvi_may_merge(kv, list, ids, i)) tkvi_merge_blocks(kv, seq, layer, i);
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+            tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
 /* >>the choice. Arrays over the tokens that are there, oldest first. */

@@ -421,7 +421,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, slot;
+    int i, t, slot, last;
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
@@ -454,9 +454,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
             return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
-        for (t = 0; t < b->packed && !tkvi_is_wide(kv, b); t++)
-            if (tkvi_at(kv, ids[i], t) >= end || (t && tkvi_at(kv, ids[i], t) <= tkvi_at(kv, ids[i], t - 1)))
+        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
+            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
                 return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_at(kv, ids[i], t);
+        }
         if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
             return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
         for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)

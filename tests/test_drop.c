@@ -641,6 +641,24 @@ TEST(bytes_come_back) {
     end_of(&t);
 }
 
+TEST(exact_tokens_move_up) { /* no block but the last is much less than full, whoever goes */
+    tkv_config cfg = small();
+    twins t;
+    int i, n;
+    cfg.hot_tokens = TKV_ALL;
+    t = twins_of(&cfg);
+    for (i = 0; i < 8; i++) CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    for (i = 0; i < 5; i++) {
+        drop_some(&t, 0, 1, 15);
+        n = count_of(t.kv, 0, 1);
+        CHECK_MSG(tkvi_list_of(t.kv, 0, 1)->n <= n / (BLOCK * 3 / 4) + 3, "%d tokens in %d blocks", n,
+                  tkvi_list_of(t.kv, 0, 1)->n);
+        reads_alike(&t, 0, 1, 0);
+        attends_alike(&t, 0, 1, 3, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    }
+    end_of(&t);
+}
+
 typedef struct witness {
     int events, tokens, wrong, last_seq;
     uint64_t gone[LAYERS][WORDS];
@@ -874,6 +892,7 @@ int main(int argc, char **argv) {
     RUN(anchors_make_it_better);
     RUN(anchors_want_sinks_and_no_windows);
     RUN(bytes_come_back);
+    RUN(exact_tokens_move_up);
     RUN(under_a_budget);
     RUN(what_is_protected_can_be_too_much);
     RUN(wrong_arguments);
