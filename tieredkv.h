@@ -1309,7 +1309,7 @@ typedef struct tkv_evict_params { /* zero means default */
     int layer;                     /* TKV_NONE: all of them */
     const tkv_evict_config *evict; /* NULL: cfg.evict */
     int keep; /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
-    /* NULL, or by position, as many as the sequence is long: */
+    /* NULL, or by position, as many as the longest of these layers is long (tkv_layer_len): */
     const uint64_t *pinned;
     const signed char *priority;
     const float *scores; /* in the place of what the cache knows; high ones stay */
@@ -17524,21 +17524,26 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, stretches = 1, stays = tkvi_binds(kv), key = -1, out = 0, tokens_out = 0;
+    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
+    const int in_order =
+        kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
+    const int stay = tkvi_stay_of(kv, seq, layer);
+    int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         stretches += kv->tables.coding[b->coding].key != key ||
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
-        stays |= b->refs > 1;
+        shared |= b->refs > 1;
+        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
         if (!tkvi_spilled(b)) continue;
         out++;
         tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         key = -1;
     }
-    if (stays) return list->n;
-    return tkvi_min(list->n, list->sinks + out + stretches +
-                                 2 * (tkvi_stay_of(kv, seq, layer) - tokens_out) / TKVI_BLOCK);
+    if (shared || (tkvi_binds(kv) && !in_order)) return list->n;
+    if (in_order) return tkvi_min(list->n, list->sinks + held + (stay - tokens_out) / TKVI_BLOCK + 3);
+    return tkvi_min(list->n, list->sinks + out + stretches + 2 * (stay - tokens_out) / TKVI_BLOCK);
 }
 
 /* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */

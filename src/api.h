@@ -1219,7 +1219,7 @@ typedef struct tkv_evict_params { /* zero means default */
     int layer;                     /* TKV_NONE: all of them */
     const tkv_evict_config *evict; /* NULL: cfg.evict */
     int keep; /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
-    /* NULL, or by position, as many as the sequence is long: */
+    /* NULL, or by position, as many as the longest of these layers is long (tkv_layer_len): */
     const uint64_t *pinned;
     const signed char *priority;
     const float *scores; /* in the place of what the cache knows; high ones stay */

@@ -747,6 +747,22 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
     }
 }
 
+TEST(keys_before_rope_under_a_budget) { /* whole blocks go, the oldest first */
+    tkv_config cfg = small();
+    twins t;
+    int n;
+    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.warm = cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3);
+    cfg.rope.dim = DIM;
+    cfg.budget_bytes = 500000;
+    t = twins_of(&cfg);
+    for (n = 0; n < LONGEST - 60; n += 50) CHECK_EQ(grow(&t, 0, 50), TKV_OK);
+    CHECK(count_of(t.kv, 0, 1) < n);
+    CHECK(is_there(t.kv, 0, 1, n - 1) && is_there(t.kv, 0, 1, 0) && !is_there(t.kv, 0, 1, 10));
+    sound(t.kv);
+    end_of(&t);
+}
+
 TEST(what_is_protected_can_be_too_much) { /* then an append is refused, and nothing has gone */
     tkv_config cfg = small();
     twins t;
@@ -915,6 +931,7 @@ int main(int argc, char **argv) {
     RUN(bytes_come_back);
     RUN(exact_tokens_move_up);
     RUN(under_a_budget);
+    RUN(keys_before_rope_under_a_budget);
     RUN(what_is_protected_can_be_too_much);
     RUN(wrong_arguments);
     RUN(at_random);
