@@ -83,7 +83,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_block *b = &kv->pool.block[ids[i]];
     int t;
     if (b->packed) return;
-    b->packed = tkvi_block_tokens(kv, list, ids, i);
+    b->packed = (int16_t)tkvi_block_tokens(kv, list, ids, i);
     for (t = 0; t < b->packed; t++) kv->pool.notes[ids[i]].where[t] = (uint16_t)t;
 }
 
@@ -166,8 +166,8 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
         tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
     }
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
-    a->packed = tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
     a->gone = 0;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
