@@ -559,6 +559,10 @@ typedef struct tkv_config {
     tkv_evict_config evict; /* kind 0: no token is ever dropped */
     int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
     tkv_importance_config importance;
+    /* so many tokens of each layer that got most attention stay exact, beside the sinks (28 at most, both together 32;
+     * not with windows, and there must be sinks). A token joins when its block is compressed, and leaves for one
+     * that matters more; its coded place stays */
+    int n_anchors;
     int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
     tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
     int remat; /* 1: blocks of sequences that are not used may be dropped then, see tkv_remat_drop */
@@ -13061,7 +13065,8 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.policy.min_level];
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->now.coding[TKV_HOT];
+    p->sink_coding =
+        p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
     fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
@@ -13180,6 +13185,22 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return TKV_OK;
 }
 
+/* Anchors live with the sinks, and by themselves leave no window. */
+static const char *tkvi_anchor_fault(const tkv_config *cfg) {
+    tkv_pair unused[TKV_TIER_COUNT];
+    tkv_level none;
+    int i;
+    memset(&none, 0, sizeof none);
+    for (i = 0; i < cfg->n_layers; i++) {
+        const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
+        if (p.stored < 0) continue;
+        if (p.window) return "it must be 0 where a layer has a window";
+        if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
+        if (p.sink + cfg->n_anchors > 32) return "it must be at most 32 less the sinks";
+    }
+    return NULL;
+}
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
     const char *wrong, *field;
@@ -13238,6 +13259,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
@@ -13274,6 +13296,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
             return TKV_ERR_CONFIG;
         }
     }
+    if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
+        return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
@@ -14438,9 +14462,10 @@ typedef struct tkvi_block {
 
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
-    uint16_t where[64]; /* positions, of a packed block */
+    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
     int step;           /* when that was last added to */
 } tkvi_notes;
 
@@ -14504,7 +14529,7 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_takes_notes(const tkv_config *cfg) {
-    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0;
+    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its notes included. */
@@ -15150,10 +15175,33 @@ static uint64_t tkvi_there(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Position of one of them. */
+/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
+ * each other, so that two entries of `where` are one of them. */
+static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+}
+
+/* Position of one of its tokens. */
 static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
-    return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+    int32_t at;
+    if (!b->packed) return b->start + slot;
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    return at;
+}
+
+static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const int32_t at = position;
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+}
+
+/* End of the positions that block i may have tokens of. */
+static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
@@ -15163,14 +15211,15 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned;
+    const uint64_t pinned = b->pinned, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = 0;
+    if (at == 0) a->pinned = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
     return at;
@@ -16368,6 +16417,229 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 }
 
 #endif /* TKVI_METRIC_H */
+/* ======== mass.h ======== */
+/*
+ * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
+ *
+ * What is gathered is a row of a table: what the policy of cfg.evict needs (evict.h), else what the strategy of
+ * cfg.importance counts. All calls between two appends are one step; its stamp is the list's length. Who comes first to
+ * a block in a step decays its numbers, or begins anew. Numbers are whole, and sums end at the largest one: it is
+ * no matter who comes first, so threads change nothing.
+ *
+ * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
+ * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
+ */
+#ifndef TKVI_MASS_H
+#define TKVI_MASS_H
+
+
+#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
+#define TKVI_MASS_EVERY 32
+
+/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++)
+            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
+static uint32_t tkvi_mass_counted(float x, float one) {
+    const uint32_t bits = tkvi_bits(x * one + 0.5f);
+    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
+}
+
+static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
+    }
+}
+
+static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k];
+    }
+}
+
+/* >>the table */
+typedef struct tkvi_mass_mode {
+    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
+    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
+    float sign; /* of what is gathered, where high numbers are to be good */
+    float one;  /* 1 as a whole number */
+    void (*say)(const float *s, const float *p, float low, float *said);
+    void (*join)(uint32_t *mass, const uint32_t *more);
+} tkvi_mass_mode;
+
+enum {
+    TKVI_MASS_SUM,
+    TKVI_MASS_LARGEST,
+    TKVI_MASS_LOWS,
+    TKVI_MASS_LAST,
+    TKVI_MASS_OBSERVED,
+    TKVI_MASS_MODES
+};
+
+static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+};
+
+/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
+static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+
+/* What a config asks for. */
+typedef struct tkvi_mass {
+    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
+    int every;                        /* one query in so many tells, or */
+    int newest;                       /* the newest so many do */
+    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+} tkvi_mass;
+
+static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+    const tkv_evict_kind kind = cfg->evict.kind;
+    tkv_evict_config evict;
+    int i;
+    memset(m, 0, sizeof *m);
+    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
+        return; /* no cache has such a config */
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
+    for (i = 0; i < TKVI_MASS_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    if (m->mode) { /* policies know no decay but the caller's */
+        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
+        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
+    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+               kind == TKV_EVICT_USER) {
+        i = tkvi_mass_of_strategy[m->importance.strategy];
+        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+    }
+}
+
+/* >>notes. len: of the list */
+static void tkvi_mass_fade(uint32_t *mass, double by) {
+    int t;
+    for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
+}
+
+/* A block's numbers, brought to a step. */
+static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
+    if (n->step == step || !m->mode) return;
+    tkvi_mass_fade(n->mass, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
+    n->step = step;
+}
+
+/* said: of the block's 64 tokens, 0 where they are gone. */
+static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
+    tkvi_notes *n = &kv->pool.notes[id];
+    uint32_t more[TKVI_BLOCK], any = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
+    if (!any) return;
+    tkvi_lock(&kv->learning);
+    tkvi_mass_bring(m, n, len);
+    m->mode->join(n->mass, more);
+    tkvi_unlock(&kv->learning);
+}
+
+/* The numbers of two blocks that become one are those of one step. */
+static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
+    tkvi_notes *n = kv->pool.notes;
+    tkvi_mass m;
+    tkvi_mass_init(&m, &kv->tables.cfg);
+    tkvi_mass_bring(&m, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_mass_bring(&m, &n[b], n[a].step);
+}
+
+/* The step of the newest queries that told, where older ones do not count. */
+static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *list, const uint32_t *ids) {
+    int i, step = 0;
+    if (!m->mode || !m->mode->fresh) return 0;
+    tkvi_lock(&kv->learning);
+    for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
+    tkvi_unlock(&kv->learning);
+    return step;
+}
+
+/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
+static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, int newest, float *a) {
+    tkvi_notes n;
+    double by = 0.0;
+    int t;
+    memset(&n, 0, sizeof n);
+    if (m->mode) {
+        tkvi_lock(&kv->learning);
+        n = kv->pool.notes[id];
+        tkvi_unlock(&kv->learning);
+        by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
+                            : tkvi_power((double)m->importance.decay, len - n.step);
+        by *= (double)m->mode->sign / (double)m->mode->one;
+    }
+    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
+}
+
+/* Importance of up to 64 tokens at these positions, from what was gathered of them. */
+static void tkvi_weigh(const tkvi_mass *m, const int *position, float *a, int n, int len) {
+    tkv_importance token[TKVI_BLOCK];
+    int t;
+    for (t = 0; t < n; t++) {
+        token[t].attention = a[t];
+        token[t].step = len - 1;
+    }
+    (void)tkv_importance_read(&m->importance, token, position, n, len - 1, a);
+}
+
+/* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
+static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    tkvi_mass m;
+    int i;
+    if (!kv->pool.notes) return;
+    tkvi_mass_init(&m, &kv->tables.cfg);
+    for (i = 0; i < list->n; i++) {
+        tkvi_notes *n = &kv->pool.notes[ids[i]];
+        if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
+    }
+}
+
+#endif /* TKVI_MASS_H */
 /* ======== spill.h ======== */
 /*
  * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
@@ -16682,6 +16954,155 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
 }
 
 #endif /* TKVI_ABSENT_H */
+/* ======== anchor.h ======== */
+/*
+ * anchor.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their own is
+ * compressed. Selection by attention: H2O (arXiv 2306.14048); to demote what matters least rather than what is oldest:
+ * akv-cache. May call mass, spill and below.
+ *
+ *     sinks' block  [s s s s | a b . .]      room for n_anchors, each with a position of its own
+ *     coded         [. . A . . .][. B . .]   A, B: their bits are `gone` and `anchored`, attention reads a and b
+ *
+ * A newcomer that matters more takes the place of the anchor that matters least; that one's coded place is read again.
+ */
+#ifndef TKVI_ANCHOR_H
+#define TKVI_ANCHOR_H
+
+
+/* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
+static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+           (kv->pool.notes ? kv->pool.notes[ids[i]].anchored : 0);
+}
+
+/* The block that covers a position; -1: none does. */
+static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    int low = 0, high = list->n;
+    if (position >= list->len) return -1;
+    while (low < high) { /* the first that begins behind it */
+        const int mid = low + (high - low) / 2;
+        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
+        else low = mid + 1;
+    }
+    return low - 1;
+}
+
+/* The place of a position in block i; -1: it has none. In a packed block, of those that are there or anchored. */
+static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                         int position) {
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    const uint64_t kept = tkvi_kept(kv, list, ids, i);
+    int t = 0;
+    if (!kv->pool.block[ids[i]].packed) t = position - tkvi_block_start(kv, ids, i);
+    else
+        while (t < n && !(kept >> t & 1 && tkvi_at(kv, ids[i], t) == position)) t++;
+    return t < n ? t : -1;
+}
+
+/* Where a token is: the block, and the place in it. -1: it is gone. */
+static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
+                     int *slot) {
+    int i = tkvi_block_at(kv, list, ids, position);
+    if (i < 0) return -1;
+    *slot = tkvi_place_in(kv, list, ids, i, position);
+    if (*slot >= 0 && kv->pool.notes && kv->pool.notes[ids[i]].anchored >> *slot & 1) {
+        i = 0;
+        *slot = tkvi_place_in(kv, list, ids, 0, position);
+    }
+    return *slot >= 0 && !(kv->pool.block[ids[i]].gone >> *slot & 1) ? i : -1;
+}
+
+/* Block i lists its positions, so that those behind it may go. */
+static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    int t;
+    for (t = 0; t < n && !b->packed; t++) tkvi_set_at(kv, ids[i], t, b->start + t);
+    b->packed = (int16_t)n;
+}
+
+/* The token at this position is read from its coded place again. */
+static void tkvi_weigh_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+    const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
+    const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
+    tkvi_notes *notes;
+    if (t < 0) return;
+    notes = &kv->pool.notes[ids[i]];
+    if (!(notes->anchored >> t & 1)) return;
+    notes->anchored &= ~((uint64_t)1 << t);
+    kv->pool.block[ids[i]].gone &= ~((uint64_t)1 << t);
+    tkvi_mass_meet(kv, ids[0], ids[i]);
+    notes->mass[t] = kv->pool.notes[ids[0]].mass[slot];
+}
+
+/* The token at place t of block i, which is exact, joins the sinks at a place. */
+static void tkvi_drop_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_helpers *help = kv->kernels->helpers;
+    tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
+    const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
+    uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
+    const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
+    float row[TKV_MAX_HEAD_DIM];
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *r = &a->record[h], *s = &b->record[h];
+        tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
+        r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
+        tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
+        r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
+    }
+    tkvi_set_at(kv, ids[0], slot, tkvi_at(kv, ids[i], t));
+    to->gone &= ~((uint64_t)1 << slot);
+    kv->pool.notes[ids[0]].mass[slot] = kv->pool.notes[ids[i]].mass[t];
+    from->gone |= (uint64_t)1 << t;
+    kv->pool.notes[ids[i]].anchored |= (uint64_t)1 << t;
+}
+
+/* The place for an anchor: one that is free, or that of the one that matters least. a: what they all got. */
+static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
+    int t, least = first;
+    for (t = first; t < last; t++) {
+        if (t >= sinks->packed || sinks->gone >> t & 1) return t;
+        if (a[t] < a[least]) least = t;
+    }
+    return least;
+}
+
+/* Block i is exact for the last time. */
+static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
+    tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
+    float a[TKVI_BLOCK], mine[TKVI_BLOCK];
+    tkvi_mass m;
+    uint64_t there;
+    int t, newest;
+    if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
+    if (kv->tables.coding[b->coding].key != p->now.key[TKV_HOT]) return;
+    there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    tkvi_list_positions(kv, list, ids, 0);
+    tkvi_mass_init(&m, &kv->tables.cfg);
+    newest = tkvi_mass_newest(kv, &m, list, ids);
+    tkvi_mass_meet(kv, ids[0], ids[i]);
+    tkvi_mass_now(kv, &m, ids[i], list->len, newest, mine);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        int slot;
+        if (!(there >> t & 1)) continue;
+        tkvi_mass_now(kv, &m, ids[0], list->len, newest, a);
+        slot = tkvi_anchor_place(sinks, first, last, a);
+        if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
+            if (mine[t] <= a[slot]) continue;
+            tkvi_weigh_anchor(kv, list, ids, slot);
+        }
+        sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
+        tkvi_drop_anchor(kv, ids, i, t, slot);
+    }
+}
+
+#endif /* TKVI_ANCHOR_H */
 /* ======== age.h ======== */
 /*
  * age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on paper
@@ -16795,8 +17216,9 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
-    packs = b->gone && r.there && !tkvi_binds(kv);
+    tkvi_choose_anchors(kv, seq, layer, i);
+    r.there = tkvi_kept(kv, list, ids, i);
+    packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
     } else {
@@ -16818,7 +17240,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     b->via = via;
     if (packs) {
         b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = 0;
+        b->gone = kv->pool.notes[ids[i]].anchored;
     }
 }
 
@@ -16890,217 +17312,6 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
 }
 
 #endif /* TKVI_AGE_H */
-/* ======== mass.h ======== */
-/*
- * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
- *
- * What is gathered is a row of a table: what the policy of cfg.evict needs (evict.h), else what the strategy of
- * cfg.importance counts. All calls between two appends are one step; its stamp is the list's length. Who comes first to
- * a block in a step decays its numbers, or begins anew. Numbers are whole, and sums end at the largest one: it is
- * no matter who comes first, so threads change nothing.
- *
- * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
- * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
- */
-#ifndef TKVI_MASS_H
-#define TKVI_MASS_H
-
-
-#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_MASS_EVERY 32
-
-/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
-static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++)
-            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
-static uint32_t tkvi_mass_counted(float x, float one) {
-    const uint32_t bits = tkvi_bits(x * one + 0.5f);
-    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
-}
-
-static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
-    }
-}
-
-static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k];
-    }
-}
-
-/* >>the table */
-typedef struct tkvi_mass_mode {
-    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
-    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign; /* of what is gathered, where high numbers are to be good */
-    float one;  /* 1 as a whole number */
-    void (*say)(const float *s, const float *p, float low, float *said);
-    void (*join)(uint32_t *mass, const uint32_t *more);
-} tkvi_mass_mode;
-
-enum {
-    TKVI_MASS_SUM,
-    TKVI_MASS_LARGEST,
-    TKVI_MASS_LOWS,
-    TKVI_MASS_LAST,
-    TKVI_MASS_OBSERVED,
-    TKVI_MASS_MODES
-};
-
-static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-};
-
-/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
-static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
-    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
-
-/* What a config asks for. */
-typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
-    int every;                        /* one query in so many tells, or */
-    int newest;                       /* the newest so many do */
-    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
-} tkvi_mass;
-
-static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
-    const tkv_evict_kind kind = cfg->evict.kind;
-    tkv_evict_config evict;
-    int i;
-    memset(m, 0, sizeof *m);
-    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* no cache has such a config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
-    for (i = 0; i < TKVI_MASS_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
-    if (m->mode) { /* policies know no decay but the caller's */
-        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
-        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || kind == TKV_EVICT_SCORES || kind == TKV_EVICT_USER) {
-        i = tkvi_mass_of_strategy[m->importance.strategy];
-        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
-    }
-}
-
-/* >>notes. len: of the list */
-static void tkvi_mass_fade(uint32_t *mass, double by) {
-    int t;
-    for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
-}
-
-/* A block's numbers, brought to a step. */
-static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
-    if (n->step == step || !m->mode) return;
-    tkvi_mass_fade(n->mass, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
-    n->step = step;
-}
-
-/* said: of the block's 64 tokens, 0 where they are gone. */
-static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
-    tkvi_notes *n = &kv->pool.notes[id];
-    uint32_t more[TKVI_BLOCK], any = 0;
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
-    if (!any) return;
-    tkvi_lock(&kv->learning);
-    tkvi_mass_bring(m, n, len);
-    m->mode->join(n->mass, more);
-    tkvi_unlock(&kv->learning);
-}
-
-/* The numbers of two blocks that become one are those of one step. */
-static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
-    tkvi_notes *n = kv->pool.notes;
-    tkvi_mass m;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    tkvi_mass_bring(&m, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_mass_bring(&m, &n[b], n[a].step);
-}
-
-/* The step of the newest queries that told, where older ones do not count. */
-static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *list, const uint32_t *ids) {
-    int i, step = 0;
-    if (!m->mode || !m->mode->fresh) return 0;
-    tkvi_lock(&kv->learning);
-    for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
-    tkvi_unlock(&kv->learning);
-    return step;
-}
-
-/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
-static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, int newest, float *a) {
-    tkvi_notes n;
-    double by = 0.0;
-    int t;
-    memset(&n, 0, sizeof n);
-    if (m->mode) {
-        tkvi_lock(&kv->learning);
-        n = kv->pool.notes[id];
-        tkvi_unlock(&kv->learning);
-        by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
-                            : tkvi_power((double)m->importance.decay, len - n.step);
-        by *= (double)m->mode->sign / (double)m->mode->one;
-    }
-    for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
-}
-
-/* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
-static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    tkvi_mass m;
-    int i;
-    if (!kv->pool.notes) return;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    for (i = 0; i < list->n; i++) {
-        tkvi_notes *n = &kv->pool.notes[ids[i]];
-        if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
-    }
-}
-
-#endif /* TKVI_MASS_H */
 /* ======== drop.h ======== */
 /*
  * drop.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses (evict.h), and blocks
@@ -17140,22 +17351,22 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* The block that covers a position; -1: none does. */
-static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
-    if (position >= list->len) return -1;
-    while (low < high) { /* the first that begins behind it */
-        const int mid = low + (high - low) / 2;
-        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
-        else low = mid + 1;
-    }
-    return low - 1;
+/* Where a walk over tokens from a position on begins: anchors may have any. */
+static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+}
+
+/* Tokens that a policy may choose from: anchors are not among them. */
+static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
+                               int i) {
+    const uint64_t there = tkvi_there_in(kv, list, ids, i);
+    return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
 /* Tokens of positions start .. start + n - 1 that are not gone. */
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
@@ -17167,28 +17378,7 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     return found;
 }
 
-/* The place of a position in the block that covers it; -1: it is gone. */
-static int tkvi_slot_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
-                        int position) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    const int n = tkvi_block_tokens(kv, list, ids, i);
-    int t = 0;
-    if (!b->packed) t = position - b->start;
-    else
-        while (t < n && tkvi_at(kv, ids[i], t) < position) t++;
-    return t < n && tkvi_at(kv, ids[i], t) == position && !(b->gone >> t & 1) ? t : -1;
-}
-
 /* >>blocks that give up places */
-/* Block i lists its positions, so that those behind it may go. */
-static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
-    int t;
-    if (b->packed) return;
-    b->packed = (int16_t)tkvi_block_tokens(kv, list, ids, i);
-    for (t = 0; t < b->packed; t++) kv->pool.notes[ids[i]].where[t] = (uint16_t)t;
-}
-
 /* The meter has no copy of this block any more. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
@@ -17227,28 +17417,53 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* Can the tokens of block i and of the next one live in one of its format? Both are of one tier, and not the last. */
-static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
+ * there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const tkvi_coding *c = &kv->tables.coding[a->coding];
+    const int key = kv->tables.coding[a->coding].key;
+    int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
     if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
-               tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
-           TKVI_BLOCK;
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    if (n <= room) return n;
+    if (key != kv->tables.plan[layer].now.key[TKV_HOT] || a->copy || b->copy) return 0;
+    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
-/* Block i takes in what is left of the next one. */
-static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
+/* The first n of these bits. */
+static uint64_t tkvi_first_bits(uint64_t bits, int n) {
+    uint64_t rest = bits;
+    while (n-- > 0) rest &= rest - 1;
+    return bits & ~rest;
+}
+
+/* Block i begins at its first token that is there. */
+static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    int t, by = 0;
+    tkvi_list_positions(kv, list, ids, i);
+    for (t = b->packed; t-- > 0;)
+        if (!(b->gone >> t & 1)) by = notes->where[t];
+    for (t = 0; t < b->packed; t++)
+        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+    b->start += by;
+}
+
+/* Block i takes in the first `count` of what is left of the next one. */
+static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_helpers *help = kv->kernels->helpers;
-    tkvi_block *a = &kv->pool.block[ids[i]];
-    const tkvi_block *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_there_in(kv, list, ids, i), there = tkvi_there_in(kv, list, ids, i + 1);
+    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t there = tkvi_first_bits(left, count);
     const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     uint8_t *to = tkvi_block_bytes(&kv->pool, a);
@@ -17270,24 +17485,30 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = 0;
+    a->gone = kv->pool.notes[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
-    tkvi_unlist(kv, seq, layer, i + 1);
     kv->merged++;
+    if (there == left) {
+        tkvi_unlist(kv, seq, layer, i + 1);
+        return;
+    }
+    b->gone |= there;
+    tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
 static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_there_in(kv, list, ids, i) &&
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && tkvi_may_merge(kv, list, ids, i)) tkvi_merge_blocks(kv, seq, layer, i);
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+            tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
 /* >>the choice. Arrays over the tokens that are there, oldest first. */
@@ -17336,8 +17557,9 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
 }
 
 /* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
-static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, float *out,
-                           int n) {
+static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, i, t, pass, count, at;
     memset(out, 0, (size_t)n * sizeof *out);
@@ -17346,7 +17568,7 @@ static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uin
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
                 count = tkvi_bits_in(there);
                 tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
@@ -17375,7 +17597,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_notes *notes = &kv->pool.notes[ids[i]];
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const int first = c->n;
         float mass[TKVI_BLOCK];
         tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -17391,6 +17614,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
+        if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
+            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -17426,7 +17651,7 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
     int i, t, at = 0, gone = 0;
     for (i = 0; i < list->n; i++) {
         tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
     }
@@ -17444,8 +17669,8 @@ static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_
     tkvi_choice c;
     tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
     tkv_status st;
-    if (needs & TKV_EVICT_NEEDS_KEYS)
-        tkvi_differing(kv, tkvi_list_of(kv, seq, layer), tkvi_ids(kv, seq, layer), c.score, c.n);
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
     else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
@@ -17481,8 +17706,9 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
-                                                                : kv->pool.notes[ids[i]].pinned);
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
+                              ? tkvi_there_in(kv, list, ids, i)
+                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -18699,6 +18925,18 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
+/* Of a packed block some positions are cut off; one without any says so by a bit. */
+static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_block *b = &kv->pool.block[id];
+    int t;
+    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    for (t = 0; t < b->packed; t++) {
+        if (tkvi_at(kv, id, t) < len) continue;
+        tkvi_set_at(kv, id, t, b->start);
+        b->gone |= (uint64_t)1 << t;
+    }
+}
+
 /* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
 static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -18712,14 +18950,8 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_mass_cut(kv, list, ids);
-    if (list->n > 0) { /* of a packed block some positions are cut off; one without any says so by a bit */
-        tkvi_block *b = &kv->pool.block[ids[list->n - 1]];
-        while (b->packed > 1 && tkvi_at(kv, ids[list->n - 1], b->packed - 1) >= len) b->packed--;
-        if (b->packed && tkvi_at(kv, ids[list->n - 1], 0) >= len) {
-            kv->pool.notes[ids[list->n - 1]].where[0] = 0;
-            b->gone |= 1;
-        }
-    }
+    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -18861,7 +19093,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_list *list;
     const uint32_t *ids;
     tkvi_room room;
-    int i, h;
+    int i, h, from, to, slot;
     room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
@@ -18872,15 +19104,15 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_coding *c = &kv->tables.coding[b->coding];
-        int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
+    for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
-        const int slot =
-            from < to ? tkvi_slot_at(kv, list, ids, i, from) : 0; /* the others follow: none is gone */
-        if (from >= to) break;
-        for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
+        const tkvi_coding *c;
+        i = tkvi_find(kv, list, ids, from, &slot);
+        if (i < 0) return TKV_ERR_RANGE;
+        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
+        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        for (h = 0; h < cfg->n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;
@@ -18974,7 +19206,7 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, tkvi_min(start, list->len - 1))); i < list->n; i++)
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++)
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
                 uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
                 const int at = tkvi_at(kv, ids[i], t);
@@ -18998,7 +19230,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
@@ -19093,7 +19325,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     tkvi_outside what;
     tkv_status st;
     uint32_t id, page, old_page;
-    int i, coding, slot, old_slot;
+    int i, place, coding, slot, old_slot;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (tkvi_stored_layer(kv, seq, layer) != layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
@@ -19101,7 +19333,8 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    if (i < 0 || tkvi_slot_at(kv, list, tkvi_ids(kv, seq, layer), i, position) < 0)
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
@@ -20166,7 +20399,7 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
 static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -20819,7 +21052,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
@@ -21124,17 +21357,15 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
     const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
-    tkv_importance token[TKVI_BLOCK];
     float a[TKVI_BLOCK];
     int t, n = 0;
     tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
-        token[n].attention = a[t];
-        token[n++].step = r->list->len - 1;
+        out[n++] = a[t];
     }
-    (void)tkv_importance_read(&r->mass.importance, token, position, n, r->list->len - 1, out);
+    tkvi_weigh(&r->mass, position, out, n, r->list->len);
     return n;
 }
 
@@ -21154,7 +21385,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -21418,14 +21649,14 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
     const tkvi_list *list;
     const uint32_t *ids;
-    int i;
+    int i, slot;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (!out || layer < 0) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_block_at(kv, list, ids, token);
-    if (i < 0 || tkvi_slot_at(kv, list, ids, i, token) < 0) return TKV_ERR_RANGE;
+    i = tkvi_find(kv, list, ids, token, &slot);
+    if (i < 0) return TKV_ERR_RANGE;
     if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
@@ -21793,7 +22024,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t;
+    int i, t, slot, last;
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
@@ -21826,9 +22057,18 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
             return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
-        for (t = 0; t < b->packed; t++)
-            if (tkvi_at(kv, ids[i], t) >= end || (t && tkvi_at(kv, ids[i], t) <= tkvi_at(kv, ids[i], t - 1)))
+        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
+            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
                 return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_at(kv, ids[i], t);
+        }
+        if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
+            return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+        for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)
+            if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
+                tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
+                return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (i < list->sinks
                 ? kv->tables.coding[b->coding].key != p->sink_coding
                 : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
@@ -22802,6 +23042,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
 };

@@ -5,6 +5,7 @@ under a budget.
     python3 bench/plot.py build/quality/smollm2.csv bench/quality.svg
     python3 bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
     python3 bench/plot.py --budget build/budgets/*.csv bench/budget.svg
+    python3 bench/plot.py --keep build/quality/smollm2-keep.csv bench/keep.svg
 
 Quality.
 Left: the format that old tokens have, metadata included. Right: the whole cache at the end of the window,
@@ -17,6 +18,9 @@ have one, the later file counts). Dotted: what reading alone would take, by the 
 
 Budget. Bytes of the whole cache against its tokens, one line per file of `budget --csv`. Dashed: the budget, with its
 share of what FP16 would take for all tokens. A dot: from here on the level beside it.
+
+Keep. Tokens that are dropped against tokens that are compressed, and both: the whole cache's bytes at the end of the
+window, as a share of FP16's, against KL divergence. Plans with a + in their name drop tokens.
 
 Pictures want matplotlib.
 """
@@ -219,9 +223,42 @@ def draw_budgets(runs, path):
     save(figure, path)
 
 
+# >>keep
+KEEPING = {"dropped, the others exact": ("#d55e00", "^"), "compressed": ("#0072b2", "o"),
+           "dropped and compressed": ("#009e73", "D")}
+
+
+def keeping_of(name):
+    if name.startswith("f16+"):
+        return "dropped, the others exact"
+    return "dropped and compressed" if "+" in name else "compressed"
+
+
+def draw_keeping(rows, path):
+    figure, axes = pyplot().subplots(figsize=(9, 5.5), layout="constrained")
+    points = []
+    for kind, (colour, marker) in KEEPING.items():
+        mine = [row for row in rows if row["window"] == "all" and keeping_of(row["plan"]) == kind]
+        x = [100 / float(row["ratio"]) for row in mine]
+        y = [float(row["kl"]) for row in mine]
+        axes.errorbar(x, y, [float(row["kl_error"]) for row in mine], fmt=marker, color=colour, markersize=5,
+                      capsize=2, linewidth=1, label=kind)
+        points += zip(x, y, [label_of(row["plan"]).replace("f16+", "") for row in mine], [colour] * len(mine))
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes of the whole cache, % of FP16 of all tokens")
+    axes.set_ylabel("KL divergence to the exact cache, nats per token")
+    axes.grid(True, linewidth=0.3, alpha=0.5)
+    axes.margins(x=0.18)
+    axes.legend(fontsize=8)
+    write_labels(axes, points)
+    save(figure, path)
+
+
 def main():
     if sys.argv[1:2] == ["--budget"] and len(sys.argv) > 3:
         draw_budgets(budget_runs(sys.argv[2:-1]), sys.argv[-1])
+    elif sys.argv[1:2] == ["--keep"] and len(sys.argv) == 4:
+        draw_keeping(read_rows(sys.argv[2]), sys.argv[3])
     elif sys.argv[1:2] == ["--speed"] and len(sys.argv) > 3:
         draw_speed(*decode_rows(sys.argv[2:-1]), sys.argv[-1])
     elif len(sys.argv) == 3:

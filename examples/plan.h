@@ -34,6 +34,7 @@
     "  precise 1          two planes of queries and of weights\n"                                            \
     "  evict HOW:N        at most N tokens of a layer stay: sliding, h2o, snapkv, pyramidkv, tova, knorm,\n" \
     "                     keydiff, scissorhands, fifo, random, scores (tkv_evict_kind)\n"                    \
+    "  anchors N          tokens of a layer that got most attention stay exact (none)\n"                     \
     "  every N            one query in N tells what it looked at, for those that want to know\n"             \
     "FORMAT is one for K and V, or two as in kivi2/kivi4.\n"
 
@@ -156,6 +157,7 @@ static inline int *plan_number(tkv_config *cfg, const char *word) { /* of a word
     if (strcmp(word, "subspaces") == 0) return &cfg->subspaces;
     if (strcmp(word, "precise") == 0) return &cfg->precise;
     if (strcmp(word, "every") == 0) return &cfg->importance_every;
+    if (strcmp(word, "anchors") == 0) return &cfg->n_anchors;
     return NULL;
 }
 

@@ -10,7 +10,7 @@
 #define TKVI_AGE_H
 
 #include "metric.h"
-#include "spill.h"
+#include "anchor.h"
 
 static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
@@ -112,8 +112,9 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     r.to = &kv->tables.coding[coding];
     r.layer = layer;
     r.start = b->start;
-    r.there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
-    packs = b->gone && r.there && !tkvi_binds(kv);
+    tkvi_choose_anchors(kv, seq, layer, i);
+    r.there = tkvi_kept(kv, list, ids, i);
+    packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
     if (packs) {
         tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
     } else {
@@ -135,7 +136,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     b->via = via;
     if (packs) {
         b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = 0;
+        b->gone = kv->pool.notes[ids[i]].anchored;
     }
 }
 

@@ -469,6 +469,10 @@ typedef struct tkv_config {
     tkv_evict_config evict; /* kind 0: no token is ever dropped */
     int evict_tokens; /* so many tokens of a layer stay at most; 0: as many as the budget has room for */
     tkv_importance_config importance;
+    /* so many tokens of each layer that got most attention stay exact, beside the sinks (28 at most, both together 32;
+     * not with windows, and there must be sinks). A token joins when its block is compressed, and leaves for one
+     * that matters more; its coded place stays */
+    int n_anchors;
     int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
     tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
     int remat; /* 1: blocks of sequences that are not used may be dropped then, see tkv_remat_drop */

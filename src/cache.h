@@ -156,10 +156,33 @@ static uint64_t tkvi_there(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Position of one of them. */
+/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
+ * each other, so that two entries of `where` are one of them. */
+static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+}
+
+/* Position of one of its tokens. */
 static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
-    return b->start + (b->packed ? kv->pool.notes[id].where[slot] : slot);
+    int32_t at;
+    if (!b->packed) return b->start + slot;
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    return at;
+}
+
+static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const int32_t at = position;
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+}
+
+/* End of the positions that block i may have tokens of. */
+static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
@@ -169,14 +192,15 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned;
+    const uint64_t pinned = b->pinned, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = 0;
+    if (at == 0) a->pinned = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
     return at;

@@ -38,22 +38,22 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* The block that covers a position; -1: none does. */
-static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
-    if (position >= list->len) return -1;
-    while (low < high) { /* the first that begins behind it */
-        const int mid = low + (high - low) / 2;
-        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
-        else low = mid + 1;
-    }
-    return low - 1;
+/* Where a walk over tokens from a position on begins: anchors may have any. */
+static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+}
+
+/* Tokens that a policy may choose from: anchors are not among them. */
+static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
+                               int i) {
+    const uint64_t there = tkvi_there_in(kv, list, ids, i);
+    return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
 /* Tokens of positions start .. start + n - 1 that are not gone. */
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
@@ -65,28 +65,7 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     return found;
 }
 
-/* The place of a position in the block that covers it; -1: it is gone. */
-static int tkvi_slot_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
-                        int position) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    const int n = tkvi_block_tokens(kv, list, ids, i);
-    int t = 0;
-    if (!b->packed) t = position - b->start;
-    else
-        while (t < n && tkvi_at(kv, ids[i], t) < position) t++;
-    return t < n && tkvi_at(kv, ids[i], t) == position && !(b->gone >> t & 1) ? t : -1;
-}
-
 /* >>blocks that give up places */
-/* Block i lists its positions, so that those behind it may go. */
-static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
-    int t;
-    if (b->packed) return;
-    b->packed = (int16_t)tkvi_block_tokens(kv, list, ids, i);
-    for (t = 0; t < b->packed; t++) kv->pool.notes[ids[i]].where[t] = (uint16_t)t;
-}
-
 /* The meter has no copy of this block any more. */
 static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
@@ -125,28 +104,53 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* Can the tokens of block i and of the next one live in one of its format? Both are of one tier, and not the last. */
-static int tkvi_may_merge(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
+ * there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const tkvi_coding *c = &kv->tables.coding[a->coding];
+    const int key = kv->tables.coding[a->coding].key;
+    int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
-    if (a->refs > 1 || b->refs > 1 || c->key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
     if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    return tkvi_bits_in(tkvi_there_in(kv, list, ids, i)) +
-               tkvi_bits_in(tkvi_there_in(kv, list, ids, i + 1)) <=
-           TKVI_BLOCK;
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    if (n <= room) return n;
+    if (key != kv->tables.plan[layer].now.key[TKV_HOT] || a->copy || b->copy) return 0;
+    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
-/* Block i takes in what is left of the next one. */
-static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
+/* The first n of these bits. */
+static uint64_t tkvi_first_bits(uint64_t bits, int n) {
+    uint64_t rest = bits;
+    while (n-- > 0) rest &= rest - 1;
+    return bits & ~rest;
+}
+
+/* Block i begins at its first token that is there. */
+static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    int t, by = 0;
+    tkvi_list_positions(kv, list, ids, i);
+    for (t = b->packed; t-- > 0;)
+        if (!(b->gone >> t & 1)) by = notes->where[t];
+    for (t = 0; t < b->packed; t++)
+        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+    b->start += by;
+}
+
+/* Block i takes in the first `count` of what is left of the next one. */
+static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_helpers *help = kv->kernels->helpers;
-    tkvi_block *a = &kv->pool.block[ids[i]];
-    const tkvi_block *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_there_in(kv, list, ids, i), there = tkvi_there_in(kv, list, ids, i + 1);
+    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t there = tkvi_first_bits(left, count);
     const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     uint8_t *to = tkvi_block_bytes(&kv->pool, a);
@@ -168,24 +172,30 @@ static void tkvi_merge_blocks(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = 0;
+    a->gone = kv->pool.notes[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
-    tkvi_unlist(kv, seq, layer, i + 1);
     kv->merged++;
+    if (there == left) {
+        tkvi_unlist(kv, seq, layer, i + 1);
+        return;
+    }
+    b->gone |= there;
+    tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
 static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_there_in(kv, list, ids, i) &&
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && tkvi_may_merge(kv, list, ids, i)) tkvi_merge_blocks(kv, seq, layer, i);
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+            tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
 /* >>the choice. Arrays over the tokens that are there, oldest first. */
@@ -234,8 +244,9 @@ static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, f
 }
 
 /* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
-static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, float *out,
-                           int n) {
+static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
     int h, i, t, pass, count, at;
     memset(out, 0, (size_t)n * sizeof *out);
@@ -244,7 +255,7 @@ static void tkvi_differing(const tkv_cache *kv, const tkvi_list *list, const uin
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const uint64_t there = tkvi_there_in(kv, list, ids, i);
+                const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
                 count = tkvi_bits_in(there);
                 tkvi_keys_of(kv, ids[i], h, there, kv->recode);
                 for (t = 0; t < count; t++)
@@ -273,7 +284,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_notes *notes = &kv->pool.notes[ids[i]];
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const int first = c->n;
         float mass[TKVI_BLOCK];
         tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -289,6 +301,8 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
+        if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
+            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -324,7 +338,7 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
     int i, t, at = 0, gone = 0;
     for (i = 0; i < list->n; i++) {
         tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
     }
@@ -342,8 +356,8 @@ static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_
     tkvi_choice c;
     tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
     tkv_status st;
-    if (needs & TKV_EVICT_NEEDS_KEYS)
-        tkvi_differing(kv, tkvi_list_of(kv, seq, layer), tkvi_ids(kv, seq, layer), c.score, c.n);
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
     else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
@@ -379,8 +393,9 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]]) ? tkvi_there_in(kv, list, ids, i)
-                                                                : kv->pool.notes[ids[i]].pinned);
+        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
+                              ? tkvi_there_in(kv, list, ids, i)
+                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 

@@ -75,7 +75,7 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, tkvi_min(start, list->len - 1))); i < list->n; i++)
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++)
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
                 uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
                 const int at = tkvi_at(kv, ids[i], t);
@@ -99,7 +99,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;

@@ -128,7 +128,8 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     if (m->mode) { /* policies know no decay but the caller's */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || kind == TKV_EVICT_SCORES || kind == TKV_EVICT_USER) {
+    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+               kind == TKV_EVICT_USER) {
         i = tkvi_mass_of_strategy[m->importance.strategy];
         if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
     }
@@ -194,6 +195,17 @@ static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
         by *= (double)m->mode->sign / (double)m->mode->one;
     }
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
+}
+
+/* Importance of up to 64 tokens at these positions, from what was gathered of them. */
+static void tkvi_weigh(const tkvi_mass *m, const int *position, float *a, int n, int len) {
+    tkv_importance token[TKVI_BLOCK];
+    int t;
+    for (t = 0; t < n; t++) {
+        token[t].attention = a[t];
+        token[t].step = len - 1;
+    }
+    (void)tkv_importance_read(&m->importance, token, position, n, len - 1, a);
 }
 
 /* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */

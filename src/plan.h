@@ -499,7 +499,8 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
         }
     for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.policy.min_level];
-    p->sink_coding = p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink) : p->now.coding[TKV_HOT];
+    p->sink_coding =
+        p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
     fits &= p->sink_coding >= 0;
     h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
@@ -618,6 +619,22 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return TKV_OK;
 }
 
+/* Anchors live with the sinks, and by themselves leave no window. */
+static const char *tkvi_anchor_fault(const tkv_config *cfg) {
+    tkv_pair unused[TKV_TIER_COUNT];
+    tkv_level none;
+    int i;
+    memset(&none, 0, sizeof none);
+    for (i = 0; i < cfg->n_layers; i++) {
+        const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
+        if (p.stored < 0) continue;
+        if (p.window) return "it must be 0 where a layer has a window";
+        if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
+        if (p.sink + cfg->n_anchors > 32) return "it must be at most 32 less the sinks";
+    }
+    return NULL;
+}
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
     const char *wrong, *field;
@@ -676,6 +693,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
@@ -712,6 +730,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
             return TKV_ERR_CONFIG;
         }
     }
+    if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
+        return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");

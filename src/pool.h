@@ -41,9 +41,10 @@ typedef struct tkvi_block {
 
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
-    uint16_t where[64]; /* positions, of a packed block */
+    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
     int step;           /* when that was last added to */
 } tkvi_notes;
 
@@ -107,7 +108,7 @@ static uint32_t tkvi_cap_for(int64_t want) {
 }
 
 static int tkvi_takes_notes(const tkv_config *cfg) {
-    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0;
+    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its notes included. */

@@ -82,7 +82,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     tkvi_outside what;
     tkv_status st;
     uint32_t id, page, old_page;
-    int i, coding, slot, old_slot;
+    int i, place, coding, slot, old_slot;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (tkvi_stored_layer(kv, seq, layer) != layer)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
@@ -90,7 +90,8 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    if (i < 0 || tkvi_slot_at(kv, list, tkvi_ids(kv, seq, layer), i, position) < 0)
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];

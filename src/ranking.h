@@ -33,17 +33,15 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
     const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
-    tkv_importance token[TKVI_BLOCK];
     float a[TKVI_BLOCK];
     int t, n = 0;
     tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
-        token[n].attention = a[t];
-        token[n++].step = r->list->len - 1;
+        out[n++] = a[t];
     }
-    (void)tkv_importance_read(&r->mass.importance, token, position, n, r->list->len - 1, out);
+    tkvi_weigh(&r->mass, position, out, n, r->list->len);
     return n;
 }
 
@@ -63,7 +61,7 @@ TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int star
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {

@@ -51,14 +51,14 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
     const tkvi_list *list;
     const uint32_t *ids;
-    int i;
+    int i, slot;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (!out || layer < 0) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
-    i = tkvi_block_at(kv, list, ids, token);
-    if (i < 0 || tkvi_slot_at(kv, list, ids, i, token) < 0) return TKV_ERR_RANGE;
+    i = tkvi_find(kv, list, ids, token, &slot);
+    if (i < 0) return TKV_ERR_RANGE;
     if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
@@ -426,7 +426,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t;
+    int i, t, slot, last;
     if (p->stored != layer)
         return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
                                     : TKV_OK;
@@ -459,9 +459,18 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
         if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
             return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
-        for (t = 0; t < b->packed; t++)
-            if (tkvi_at(kv, ids[i], t) >= end || (t && tkvi_at(kv, ids[i], t) <= tkvi_at(kv, ids[i], t - 1)))
+        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
+            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
                 return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_at(kv, ids[i], t);
+        }
+        if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
+            return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+        for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)
+            if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
+                tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
+                return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (i < list->sinks
                 ? kv->tables.coding[b->coding].key != p->sink_coding
                 : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))

@@ -542,6 +542,18 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
+/* Of a packed block some positions are cut off; one without any says so by a bit. */
+static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_block *b = &kv->pool.block[id];
+    int t;
+    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    for (t = 0; t < b->packed; t++) {
+        if (tkvi_at(kv, id, t) < len) continue;
+        tkvi_set_at(kv, id, t, b->start);
+        b->gone |= (uint64_t)1 << t;
+    }
+}
+
 /* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
 static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -555,14 +567,8 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
     tkvi_mass_cut(kv, list, ids);
-    if (list->n > 0) { /* of a packed block some positions are cut off; one without any says so by a bit */
-        tkvi_block *b = &kv->pool.block[ids[list->n - 1]];
-        while (b->packed > 1 && tkvi_at(kv, ids[list->n - 1], b->packed - 1) >= len) b->packed--;
-        if (b->packed && tkvi_at(kv, ids[list->n - 1], 0) >= len) {
-            kv->pool.notes[ids[list->n - 1]].where[0] = 0;
-            b->gone |= 1;
-        }
-    }
+    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
 }
 
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
@@ -704,7 +710,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const tkvi_list *list;
     const uint32_t *ids;
     tkvi_room room;
-    int i, h;
+    int i, h, from, to, slot;
     room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
@@ -715,15 +721,15 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
-    for (i = tkvi_max(0, tkvi_block_at(kv, list, ids, start)); i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_coding *c = &kv->tables.coding[b->coding];
-        int from = tkvi_max(start, b->start), to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i));
+    for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
-        const int slot =
-            from < to ? tkvi_slot_at(kv, list, ids, i, from) : 0; /* the others follow: none is gone */
-        if (from >= to) break;
-        for (h = 0; h < cfg->n_kv_heads && from < to; h++) {
+        const tkvi_coding *c;
+        i = tkvi_find(kv, list, ids, from, &slot);
+        if (i < 0) return TKV_ERR_RANGE;
+        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
+        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        for (h = 0; h < cfg->n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
             size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
             const uint8_t *bytes;

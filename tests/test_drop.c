@@ -304,6 +304,34 @@ TEST(scores_pins_priorities) {
     end_of(&t);
 }
 
+TEST(scores_of_the_cache_are_importance) {
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    float importance[300], least = 1e30f, most = -1e30f, mass[300];
+    twins t;
+    int i;
+    cfg.evict.kind = TKV_EVICT_SCORES;
+    cfg.evict.recent_tokens = TKV_NONE;
+    cfg.evict.sink_tokens = TKV_NONE;
+    cfg.importance.tau = 300.0f;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 100), TKV_OK);
+    CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    for (i = 0; i < 300; i++) mass[i] = (float)(i * 71 % 300) * .002f;
+    CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, 0, 300, mass), TKV_OK);
+    CHECK_EQ(tkv_importance_of(t.kv, 0, 1, 0, 300, importance, NULL), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = 1;
+    p.keep = 120;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    for (i = 0; i < 300; i++)
+        if (is_there(t.kv, 0, 1, i)) least = importance[i] < least ? importance[i] : least;
+        else most = importance[i] > most ? importance[i] : most;
+    CHECK_EQ(count_of(t.kv, 0, 1), 120);
+    CHECK(most <= least);
+    end_of(&t);
+}
+
 static float no_number(void *user, const tkv_evict_view *v, int i) {
     (void)v;
     return *(int *)user ? tkvi_from_bits(0x7f800000u) : (float)(i % 7);
@@ -485,6 +513,115 @@ TEST(cuts) { /* truncating and aborting count positions; what went does not come
     end_of(&t);
 }
 
+/* >>anchors */
+static int reads_exactly(const twins *t, int layer, int position) {
+    float a[2 * ROW], b[2 * ROW];
+    CHECK_EQ(tkv_read(t->kv, 0, layer, position, 1, a, a + ROW), TKV_OK);
+    CHECK_EQ(tkv_read(t->whole, 0, layer, position, 1, b, b + ROW), TKV_OK);
+    return memcmp(a, b, sizeof a) == 0;
+}
+
+static int anchors_among(const twins *t, int layer, int from, int to) {
+    int i, n = 0;
+    for (i = from; i < to; i++) {
+        tkv_tier tier;
+        CHECK_EQ(tkv_tier_of(t->kv, 0, layer, i, &tier), TKV_OK);
+        CHECK_EQ(reads_exactly(t, layer, i), tier == TKV_HOT);
+        n += tier == TKV_HOT;
+    }
+    return n;
+}
+
+TEST(anchors_stay_exact) { /* those that got most, and their places are read again when others got more */
+    static const int first[] = {9, 40, 67, 70, 131}, later[] = {300, 301, 302};
+    const float one = 1.0f, two = 2.0f;
+    tkv_config cfg = small();
+    tkv_tier_info tiers;
+    twins t;
+    int i;
+    cfg.evict.kind = TKV_EVICT_NONE;
+    cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.n_anchors = 5;
+    cfg.importance_every = 1;
+    cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    for (i = 0; i < COUNT(first); i++) CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, first[i], 1, &one), TKV_OK);
+    for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 60), TKV_OK);
+    CHECK_EQ(anchors_among(&t, 1, 4, 196), COUNT(first));
+    for (i = 0; i < COUNT(first); i++) CHECK(reads_exactly(&t, 1, first[i]));
+    attends_alike(&t, 0, 1, 1, NULL, .9);
+    sound(t.kv);
+    for (i = 0; i < COUNT(later); i++) CHECK_EQ(tkv_importance_add_to(t.kv, 0, 1, later[i], 1, &two), TKV_OK);
+    for (i = 0; i < 4; i++) CHECK_EQ(grow(&t, 0, 60), TKV_OK);
+    CHECK_EQ(anchors_among(&t, 1, 4, 440), COUNT(first));
+    for (i = 0; i < COUNT(later); i++) CHECK(reads_exactly(&t, 1, later[i]));
+    CHECK_EQ(tkv_tier_counts(t.kv, 0, 1, &tiers), TKV_OK);
+    CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2], 620);
+    CHECK_EQ(tiers.evicted, 0);
+    attends_alike(&t, 0, 1, 1, NULL, .9);
+    attends_alike(&t, 0, 1, 100, NULL, .9);
+    for (i = 0; i < 620; i++) CHECK(is_there(t.kv, 0, 1, i));
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(anchors_make_it_better) { /* keys that queries look for: 16 exact ones instead of none */
+    double err[2];
+    int n;
+    for (n = 0; n < 2; n++) {
+        tkv_config cfg = small();
+        twins t;
+        double e = 0.0;
+        int i, c, step;
+        cfg.evict.kind = TKV_EVICT_NONE;
+        cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.n_anchors = n ? 16 : 0;
+        cfg.importance_every = 1;
+        t = twins_of(&cfg);
+        for (step = 0; step < 12; step++) {
+            CHECK_EQ(grow(&t, 0, 60), TKV_OK);
+            CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 60 * (step + 1), k_out, v_out), TKV_OK);
+            for (i = 0; i < 16; i++) { /* each head looks for one of the tokens 40 i */
+                const int at = 40 * i < 60 * (step + 1) ? 40 * i : 0;
+                for (c = 0; c < HEADS * DIM; c++)
+                    q_in[c] = 3.0f * k_out[at * ROW + c / (HEADS * DIM / KV_HEADS) * DIM + c % DIM];
+                CHECK_EQ(tkv_attend(t.kv, 0, 1, q_in, 1, mine), TKV_OK);
+                CHECK_EQ(tkv_attend(t.whole, 0, 1, q_in, 1, theirs), TKV_OK);
+                for (c = 0; c < HEADS * DIM && step == 11; c++)
+                    e += ((double)mine[c] - (double)theirs[c]) * ((double)mine[c] - (double)theirs[c]);
+            }
+        }
+        err[n] = e;
+        sound(t.kv);
+        end_of(&t);
+    }
+    CHECK_MSG(err[1] < .25 * err[0], "%.3g with anchors, %.3g without", err[1], err[0]);
+}
+
+TEST(anchors_want_sinks_and_no_windows) {
+    tkv_config cfg = small();
+    tkv_layer_config layers[LAYERS];
+    cfg.n_anchors = 28;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_OK);
+    cfg.n_anchors = 29;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.n_anchors = 16;
+    cfg.window = 100;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.window = 0;
+    cfg.sink_tokens = 17;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.sink_tokens = TKV_NONE;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.sink_tokens = 16;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_OK);
+    memset(layers, 0, sizeof layers);
+    layers[2].window = 50;
+    cfg.layers = layers;
+    CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_ERR_CONFIG);
+}
+
 /* >>bytes */
 TEST(bytes_come_back) {
     tkv_config cfg = small();
@@ -501,6 +638,24 @@ TEST(bytes_come_back) {
     CHECK_EQ(tkv_tier_counts(t.kv, 0, 1, &tiers), TKV_OK);
     CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2] + tiers.evicted, 2000);
     CHECK_EQ(tiers.tokens[0] + tiers.tokens[1] + tiers.tokens[2], count_of(t.kv, 0, 1));
+    end_of(&t);
+}
+
+TEST(exact_tokens_move_up) { /* no block but the last is much less than full, whoever goes */
+    tkv_config cfg = small();
+    twins t;
+    int i, n;
+    cfg.hot_tokens = TKV_ALL;
+    t = twins_of(&cfg);
+    for (i = 0; i < 8; i++) CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    for (i = 0; i < 5; i++) {
+        drop_some(&t, 0, 1, 15);
+        n = count_of(t.kv, 0, 1);
+        CHECK_MSG(tkvi_list_of(t.kv, 0, 1)->n <= n / (BLOCK * 3 / 4) + 3, "%d tokens in %d blocks", n,
+                  tkvi_list_of(t.kv, 0, 1)->n);
+        reads_alike(&t, 0, 1, 0);
+        attends_alike(&t, 0, 1, 3, NULL, FAST_MATH ? 1e-3 : 1e-5);
+    }
     end_of(&t);
 }
 
@@ -706,15 +861,16 @@ TEST(at_random) {
     const int ops = text ? atoi(text) : tkv_test_quick() ? 300 : 1500;
     const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
     int i;
-    for (i = 0; i < 6; i++) {
+    for (i = 0; i < 9; i++) {
         tkv_config cfg = small();
         cfg.hot = pair_of(TKV_F16, TKV_F16);
+        if (i >= 6) cfg.n_anchors = 12, cfg.importance_every = 3;
         if (i % 3 == 1) cfg.budget_bytes = 700000;
         if (i % 3 == 2) cfg.evict_tokens = 150;
         if (i == 4) cfg.evict.kind = TKV_EVICT_KEYDIFF;
         if (i == 5) cfg.quality_heads = 2;
         if (i == 3) cfg.warm = cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3), cfg.rope.dim = DIM;
-        random_walk(cfg, seed + (uint64_t)i, ops, i >= 4);
+        random_walk(cfg, seed + (uint64_t)i, ops, i == 4 || i == 5 || i == 8);
     }
 }
 
@@ -724,6 +880,7 @@ int main(int argc, char **argv) {
     RUN(batches);
     RUN(rules_of_keys);
     RUN(scores_pins_priorities);
+    RUN(scores_of_the_cache_are_importance);
     RUN(a_scorer_of_the_users);
     RUN(pyramids);
     RUN(exact_holes);
@@ -731,7 +888,11 @@ int main(int argc, char **argv) {
     RUN(keys_before_rope);
     RUN(all_may_go);
     RUN(cuts);
+    RUN(anchors_stay_exact);
+    RUN(anchors_make_it_better);
+    RUN(anchors_want_sinks_and_no_windows);
     RUN(bytes_come_back);
+    RUN(exact_tokens_move_up);
     RUN(under_a_budget);
     RUN(what_is_protected_can_be_too_much);
     RUN(wrong_arguments);
