@@ -625,6 +625,38 @@ TEST(decisions_are_done) {
     tkv_destroy(b);
 }
 
+/* Where to compute is dear, blocks are coded: the ladder does it. */
+TEST(decisions_to_quantize) {
+    tkv_remat_block blocks[64];
+    tkv_remat_action actions[64];
+    tkv_remat r = remat_of(100);
+    tkv_config cfg = small();
+    tkv_cache *kv;
+    size_t freed, used;
+    int n, i, start, tighter = 0;
+    cfg.budget_bytes = 4 * 1000 * 1000;
+    kv = make(&cfg);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
+    CHECK_EQ(tkv_remat_blocks(kv, 0, blocks, 64, &n), TKV_OK);
+    for (i = 0; i < n; i++) tighter += blocks[i].quantized_bytes < blocks[i].bytes;
+    CHECK(tighter > 8);
+    used = budget_of(kv).used;
+    CHECK_EQ(tkv_remat_free(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
+    sound(kv);
+    CHECK_EQ(first_missing(kv, 0, &start), 0);
+    CHECK_EQ(budget_of(kv).level, 1);
+    CHECK_LE(20000, freed);
+    CHECK(budget_of(kv).used < used);
+    CHECK((int)r.info.quantized > 1 && r.info.evicted == 0);
+    for (i = 0; i < 8; i++) /* more than the ladder can give: then they go */
+        CHECK_EQ(tkv_remat_free(kv, 0, &r, 0.95f, 10000000, blocks, actions, 64, &freed), TKV_OK);
+    sound(kv);
+    CHECK(first_missing(kv, 0, &start) > 640);
+    give_all(kv, 0);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
+    tkv_destroy(kv);
+}
+
 /* >>under a budget */
 TEST(idle_sequences_give_way) {
     tkv_config cfg = small(), with;
@@ -781,6 +813,7 @@ static void random_call(tkv_cache *kv, tkv_remat *r, int step) {
     uint64_t victims[LONGEST / 64];
     model m;
     size_t freed;
+    uint64_t gone;
     int n = 1 + tkv_rng_below(&rng, CHUNK), start, left, l, lacks;
     tkv_status st;
     memset(&m, 0, sizeof m);
@@ -795,7 +828,9 @@ static void random_call(tkv_cache *kv, tkv_remat *r, int step) {
     case 2:
         if (first_missing(kv, seq, &start) == 0) break;
         l = tkv_rng_below(&rng, LAYERS);
+        gone = budget_of(kv).dropped;
         st = give(kv, seq, l, start + tkv_rng_below(&rng, 2) * BLOCK, BLOCK * (1 + tkv_rng_below(&rng, 3)));
+        if (st) CHECK_EQ(budget_of(kv).dropped, gone);
         CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_RANGE || st == TKV_ERR_STATE);
         break;
     case 3: (void)tkv_truncate(kv, seq, len - tkv_rng_below(&rng, len < 40 ? len + 1 : 40)); break;
@@ -816,9 +851,11 @@ static void random_call(tkv_cache *kv, tkv_remat *r, int step) {
     default: /* as a runner would */
         lacks = first_missing(kv, seq, &start) > 0;
         if (len + n > LONGEST) break;
+        gone = budget_of(kv).dropped;
         st = append_both(kv, NULL, seq, n);
         if (st) { /* not all layers may have them */
             CHECK_EQ(st, TKV_ERR_BUDGET);
+            if (tkv_layer_len(kv, seq, 0) == len) CHECK_EQ(budget_of(kv).dropped, gone);
             for (l = 0; l < LAYERS; l++)
                 if (tkv_layer_len(kv, seq, l) > len) {
                     st = tkv_truncate(kv, seq, len);
@@ -841,15 +878,17 @@ TEST(random_calls) {
     for (i = 0; i < 6; i++) {
         tkv_config cfg = small();
         tkv_remat r = remat_of(3);
+        tkv_budget_info b;
         tkv_cache *kv;
         purse p;
         rng = tkv_rng_seed((uint64_t)(seed + i));
         cfg.warm = warm_of[i];
         cfg.archive = archive_of[i];
         cfg.allocator = purse_of(&p);
-        if (i % 2) cfg.budget_bytes = (size_t)(420 + 60 * i) * 1000, cfg.remat = 1;
+        if (i % 2) cfg.budget_bytes = (size_t)(330 + 20 * i) * 1000, cfg.remat = 1;
         if (i % 3 == 0) cfg.evict.kind = TKV_EVICT_FIFO;
         if (i == 4) cfg.hot_tokens = 200;
+        if (i >= 2 && i <= 3) cfg.n_anchors = 12, cfg.importance_every = 1;
         kv = make(&cfg);
         for (n = 0; n < ops; n++) {
             random_call(kv, &r, n);
@@ -857,6 +896,9 @@ TEST(random_calls) {
             if (cfg.budget_bytes) CHECK_LE(p.most, cfg.budget_bytes);
             if (tkv_test_.bad > 5) break;
         }
+        b = budget_of(kv);
+        printf("%s    level %d, dropped %d, recomputed %d, refused %d, evicted %d\n", i ? "" : "\n", b.level,
+               (int)b.dropped, (int)b.recomputed, (int)b.refused, (int)b.evicted);
         for (n = 0; n < SEQS; n++) CHECK_EQ(tkv_reset(kv, n), TKV_OK);
         sound(kv);
         tkv_destroy(kv);
@@ -877,6 +919,7 @@ int main(int argc, char **argv) {
     RUN(outside_and_copies);
     RUN(recomputing_in_steps);
     RUN(decisions_are_done);
+    RUN(decisions_to_quantize);
     RUN(idle_sequences_give_way);
     RUN(tiers_come_first);
     RUN(no_room_to_come_back);
