@@ -68,7 +68,7 @@ static void measure(const tkv_config *shape, const char *plan, int ctx, int ever
     for (which = 0; which < 2; which++)
         for (i = 0; i < STEPS; i++)
             for (layer = 0; layer < r.cfg.n_layers; layer++)
-                mean[which] += r.least[which][i][layer] / STEPS / r.cfg.n_layers * 1e6;
+                mean[which] += r.least[which][i][layer] * 1e6 / (double)(STEPS * r.cfg.n_layers);
     printf("%-8s %7d %6d %6d %10.2f %9.2f %7.2f%%\n", plan, ctx, every, runs, mean[0], mean[1] - mean[0],
            100.0 * (mean[1] / mean[0] - 1.0));
     fflush(stdout);
