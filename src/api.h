@@ -1311,7 +1311,8 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict: blocks
  * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
  * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
- * runs; before one goes on, it is recomputed (tkv_recompute). Not known to tkv_estimate and tkv_max_context. */
+ * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
+ * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */
