@@ -428,6 +428,40 @@ TEST(evicted_tokens) {
     tkv_destroy(b);
 }
 
+/* Anchors are in the sinks' block: their own may go, and comes back with room for them. */
+TEST(anchors) {
+    tkv_config cfg = small();
+    tkv_cache *a, *b;
+    tkv_tier tier;
+    int n, i, l, far = 0, away = 0;
+    cfg.n_anchors = 12;
+    cfg.importance_every = 1;
+    cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    a = make(&cfg);
+    b = make(&cfg);
+    for (n = 0; n < 12; n++) {
+        CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
+        for (l = 0; l < LAYERS; l++) {
+            tkv_rng_fill(&rng, q_in, (size_t)(70 * HEADS * DIM), 3.0);
+            CHECK_EQ(tkv_attend(a, 0, l, q_in, 70, out_a), TKV_OK);
+            CHECK_EQ(tkv_attend(b, 0, l, q_in, 70, out_b), TKV_OK);
+        }
+    }
+    CHECK_EQ(drop(b, 0, 448), 448);
+    for (i = 4; i < 452; i++) {
+        const tkv_status st = tkv_tier_of(b, 0, 0, i, &tier);
+        far += st == TKV_OK && tier == TKV_HOT;
+        away += st == TKV_ERR_NO_SOURCE;
+    }
+    CHECK_MSG(far > 0 && far <= 12 && far + away == 448, "%d anchors, %d away", far, away);
+    refused(b, 0);
+    give_all(b, 0);
+    same(a, b, 0, 3);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* >>with blocks outside RAM */
 typedef struct depot {
     uint8_t *bytes;
@@ -916,6 +950,7 @@ int main(int argc, char **argv) {
     RUN(windows);
     RUN(cuts_flushes_resets);
     RUN(evicted_tokens);
+    RUN(anchors);
     RUN(outside_and_copies);
     RUN(recomputing_in_steps);
     RUN(decisions_are_done);
