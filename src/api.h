@@ -860,15 +860,18 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer). They keep format and place: attention and tkv_read
- * fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
+ * the index stay in RAM (40 bytes or so a block and layer, 400 more with cfg.evict or cfg.importance_every, and
+ * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
+ * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room gets TKV_ERR_BUDGET. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
- * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
- * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
- * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM. tkv_attend
- * takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
+ * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
+ * were dropped for it are gone then). What is outside is not dropped for bytes. Where a fetch fails, tkv_attend,
+ * tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that were stored
+ * TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of queries may
+ * have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of formats are
+ * learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know
+ * nothing of it. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1080,14 +1083,15 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
  *     tova                                     weights of the newest query alone, summed over heads
  *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
- * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy; "recency"
- * gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at
- * one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in
- * turns, so sums are about that part of the whole. What happens between two appends is a step; from one to
- * the next sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides), and those of
- * newest queries begin anew. Sums end at 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this,
- * sums do not depend on threads. Costs a second pass over the keys for what is sampled (bench/LOG.md), and
- * needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings something.
+ * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
+ * "recency" gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells
+ * of those at one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads
+ * and layers in turns, so sums are about that part of the whole. What happens between two appends is a step; for
+ * each token that came since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy
+ * decides): after a chunk of 64 by its 64th power; those of newest queries begin anew with each step. Sums end at
+ * 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this, sums do not depend on threads.
+ * Costs a second pass over the keys for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang:
+ * elsewhere only tkv_importance_add_to brings something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run

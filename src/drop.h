@@ -375,11 +375,16 @@ static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
 /* Before n more tokens come: does the layer have more than it may keep? */
 static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int count, due;
+    tkv_evict_config full;
+    int count, due, keep, least;
     if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
     count = tkvi_count(kv, seq, layer);
-    due = tkv_evict_due(&cfg->evict, count, n, tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens));
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, count - due);
+    keep = tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
+    due = tkv_evict_due(&cfg->evict, count, n, keep);
+    (void)tkvi_evict_fill(&cfg->evict, &full);
+    least =
+        tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least));
 }
 
 /* >>under a budget that no level holds: the next resort */

@@ -189,6 +189,26 @@ TEST(a_window_slides) { /* StreamingLLM: sinks and the newest, never more than a
     end_of(&t);
 }
 
+TEST(
+    sinks_outlast_long_chunks) { /* as many new tokens as may stay, or more: what is protected stays beside them */
+    int chunk;
+    for (chunk = 32; chunk <= CHUNK; chunk += 32) {
+        tkv_config cfg = small();
+        twins t;
+        int n, i;
+        cfg.hot_tokens = TKV_ALL;
+        cfg.evict_tokens = 128;
+        t = twins_of(&cfg);
+        for (n = 0; n < 4; n++) {
+            CHECK_EQ(grow(&t, 0, chunk), TKV_OK);
+            for (i = 0; i < 4; i++) CHECK(is_there(t.kv, 0, 0, i));
+            CHECK(count_of(t.kv, 0, 0) <= tkvi_max(128, chunk + 5));
+        }
+        sound(t.kv);
+        end_of(&t);
+    }
+}
+
 TEST(batches) { /* at most evict_tokens, and at least that less a batch */
     tkv_config cfg = small();
     twins t;
@@ -877,6 +897,7 @@ TEST(at_random) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(a_window_slides);
+    RUN(sinks_outlast_long_chunks);
     RUN(batches);
     RUN(rules_of_keys);
     RUN(scores_pins_priorities);
