@@ -76,7 +76,8 @@
  *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
  *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
  *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
- *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill).
+ *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill), or
+ *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
  *          gives the sentence for the last mutating call.
@@ -214,9 +215,15 @@
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_recompute TKV_NAME_(tkv_recompute)
+#define tkv_remat_blocks TKV_NAME_(tkv_remat_blocks)
 #define tkv_remat_decide TKV_NAME_(tkv_remat_decide)
+#define tkv_remat_drop TKV_NAME_(tkv_remat_drop)
 #define tkv_remat_flops TKV_NAME_(tkv_remat_flops)
+#define tkv_remat_free TKV_NAME_(tkv_remat_free)
+#define tkv_remat_give TKV_NAME_(tkv_remat_give)
 #define tkv_remat_init TKV_NAME_(tkv_remat_init)
+#define tkv_remat_missing TKV_NAME_(tkv_remat_missing)
 #define tkv_remat_restore TKV_NAME_(tkv_remat_restore)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
@@ -278,7 +285,8 @@ extern "C" {
     X(TKV_ERR_BUDGET, -12,                                                                                   \
       "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
     X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
-    X(TKV_ERR_NO_SOURCE, -14, "nothing better than what is stored: decoding restores nothing")
+    X(TKV_ERR_NO_SOURCE, -14,                                                                                \
+      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_remat_missing")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
 typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
 #undef TKV_STATUS_ENUM_
@@ -558,6 +566,7 @@ typedef struct tkv_config {
     int n_anchors;
     int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
     tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
+    int remat; /* 1: blocks of sequences that are not used may be dropped then, see tkv_remat_drop */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -690,7 +699,8 @@ typedef struct tkv_attend_params {
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
  * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
- * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * TKV_ERR_DATA (see tkv_spill); out untouched, TKV_ERR_NO_SOURCE: a query would see tokens that must be recomputed
+ * (see tkv_remat_drop). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
@@ -706,7 +716,8 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
  * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE
- * if a token is not held, TKV_ERR_ARG for a layer without a cache; k and v untouched then. O(blocks + values). */
+ * if a token is not held, TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v
+ * untouched then. O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
 /* >>sequences. A sequence exists from its first append until its reset. */
@@ -782,8 +793,10 @@ typedef struct tkv_tier_info {
     int dropped; /* left every window, gone */
     int spilled; /* blocks outside RAM; they count in their tier as well */
     int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
+    int missing; /* to be recomputed (tkv_remat_missing); in no tier, and part of that sum */
 } tkv_tier_info;
-/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
+/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held,
+ * TKV_ERR_NO_SOURCE for one to be recomputed. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
 /* The formats that blocks of a tier get, defaults included. */
@@ -911,6 +924,8 @@ typedef struct tkv_budget_info {
     uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
     uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
     uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t dropped,
+        recomputed;   /* blocks that a model must compute again, that tkv_remat_give brought back */
     uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
@@ -1379,6 +1394,59 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
  * they cost counts as spent. TKV_ERR_ARG: as above, or `step` is before the last one. */
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count);
+
+/* >>rematerialization in a cache. Blocks behind the sinks can be dropped: their bytes are free, their place in the
+ * index stays (40 bytes or so a block and layer), and nobody has them until the caller's model computes them again.
+ * They go front to back, in all layers at once. The last two blocks of a layer, what is younger than hot_tokens and
+ * what other sequences hold stay; what is outside RAM (cfg.spill) stays there. While a query would see dropped
+ * tokens, tkv_attend and tkv_read return TKV_ERR_NO_SOURCE and compute nothing; what lies behind the window does not
+ * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
+ * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
+ *
+ * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict: blocks
+ * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
+ * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
+ * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
+ * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
+/* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
+ * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
+ * step. O(blocks). */
+TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+/* The first run of positions that are to be recomputed, in any layer; *n 0: none are. TKV_ERR_ARG. O(blocks^2). */
+TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n);
+/* K and V of tokens start .. start+n-1 of a layer, in the shapes of tkv_append and as they were appended. Of these the
+ * layer takes what it lacks, which must be whole blocks, the first of those that it lacks; any run that begins where
+ * tkv_remat_missing says and ends a multiple of TKV_BLOCK_TOKENS later (or at its end) is right, while no token was
+ * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where a
+ * budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries changed.
+ * They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what making room
+ * tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a part of a
+ * block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * TKV_ERR_ARG. Cost: an append of n tokens, and one or two codings of each block. */
+TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
+                                  const float *v, int n);
+/* Gives (tkv_remat_give) tokens start .. start+n-1 of layers first_layer .. first_layer+n_layers-1; those that share
+ * K and V with another or have none are left out. Everything before `start` in seq is there. Any other status than
+ * TKV_OK ends tkv_recompute. It may use other caches, and of this one reports, tkv_read and tkv_attend. */
+typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                  int start, int n);
+/* Brings back what is missing, front to back, one call of compute for each run, as many blocks as tkv_remat_restore
+ * says that r has FLOPs for in this step (a number that does not fall). *missing (may be NULL): positions that are
+ * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what compute
+ * returned. What was given before an error stays. */
+TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                 void *user, int *missing);
+/* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
+ * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
+ * many there are, of which out gets the first `max`. TKV_ERR_ARG. O(blocks) a block. */
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n);
+/* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
+ * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
+ * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
+ * what that gave. blocks and actions are room for `max` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
+ * little room, or a number is none), TKV_ERR_STATE in an open step. */
+TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -13175,6 +13243,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
                         "it must be bits of tkv_fit, NORM and UNBIASED not together");
     TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
     TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(remat, 0, 1, "it must be 0 or 1");
     TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
     TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
@@ -14387,10 +14456,13 @@ typedef struct tkvi_page {
 typedef struct tkvi_block {
     uint32_t refs;         /* lists that hold it; 0: this entry is free */
     uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
-    uint16_t slot, coding; /* slot, outside: the mark of what was stored */
+    uint16_t slot, coding; /* slot, outside: the mark of what was stored; 0: nobody has it (absent.h) */
     int start;             /* it covers positions from here to the next block's start */
     uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
-    int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    int16_t
+        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    uint16_t
+        via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
     uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
 } tkvi_block;
 
@@ -14416,7 +14488,8 @@ typedef struct tkvi_pool {
     tkvi_block *block;
     tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_spilled;                       /* of them, those whose bytes are outside */
+    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
+    uint32_t n_absent;                        /* ... and of these, those that nobody has */
     uint16_t marks;                           /* what was stored last (spill.h) */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -14666,6 +14739,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
+    b->via = 0;
     b->copy = 0;
     if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
@@ -14692,6 +14766,14 @@ typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
 
 static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
+/* Not even outside: a model must compute it again. */
+static int tkvi_absent(const tkvi_block *b) { return tkvi_spilled(b) && b->slot == 0; }
+
+static uint16_t tkvi_next_mark(tkvi_pool *pool) {
+    if (++pool->marks == 0) pool->marks = 1;
+    return pool->marks;
+}
+
 static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
 
 static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
@@ -14707,7 +14789,8 @@ static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
 
 /* It is in RAM again, or dies. */
 static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
-    tkvi_drop_key(pool, id, TKVI_ITSELF);
+    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
+    else tkvi_drop_key(pool, id, TKVI_ITSELF);
     pool->n_spilled--;
 }
 
@@ -14974,6 +15057,7 @@ typedef struct tkvi_seq {
     uint32_t cap;
     int in_step;
     int reserved_len; /* 0, or the length up to which memory is promised */
+    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
 } tkvi_seq;
 
 /* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
@@ -15033,6 +15117,9 @@ struct tkv_cache {
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    /* what is recomputed (absent.h) */
+    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
+    uint64_t vacated, recomputed; /* blocks */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -15552,7 +15639,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.spill.store ? blocks : 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
@@ -16665,7 +16752,7 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     const int key = kv->tables.coding[b->coding].key;
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
-    if (!tkvi_store_block(kv, id, TKVI_COPY, ++kv->pool.marks)) return;
+    if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
     b->copy = (uint16_t)(b->coding + 1);
     b->copy_mark = kv->pool.marks;
 }
@@ -16702,7 +16789,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, tkvi_next_mark(&kv->pool))) {
         kv->store_failed = 1;
         return 0;
     }
@@ -16728,6 +16815,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const tkvi_piece p =
         tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
     uint8_t hash[TKVI_SPILL_HASH];
+    if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
@@ -16762,6 +16850,116 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
 }
 
 #endif /* TKVI_SPILL_H */
+/* ======== absent.h ======== */
+/*
+ * absent.h - blocks that nobody has: their bytes are given back, as the caller's model can compute them again. They
+ * stay in their lists, with format, positions and notes, like blocks outside RAM (spill.h) that cannot be fetched.
+ *
+ *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | the last two, and what is younger than hot
+ *     goes      never   1st        2nd         3rd ...                never
+ *
+ * What goes goes in all layers at once, front to back: a token cannot be computed without its prefix, nor a layer
+ * without those below. How it comes back: recompute.h. May call spill and below.
+ */
+#ifndef TKVI_ABSENT_H
+#define TKVI_ABSENT_H
+
+
+/* Has a layer blocks with positions from .. to - 1 that nobody has? */
+static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, lacks = 0;
+    for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
+        lacks = tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_block_start(kv, ids, i) < to &&
+                tkvi_block_end(kv, list, ids, i) > from;
+    return lacks;
+}
+
+/* Would queries that see positions from `oldest` on miss any? From the last two blocks attention takes what keys
+ * have in common, seen or not. */
+static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int start;
+    if (!kv->pool.n_absent || list->n == 0) return 0;
+    start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
+    return tkvi_lacks(kv, seq, layer, oldest < start ? oldest : start, list->len);
+}
+
+/* Blocks behind the sinks that end here or before may go in all layers, as this level has them. */
+static int tkvi_vacant_to(const tkv_cache *kv, int seq, int level) {
+    int layer, i, to = TKVI_FOREVER;
+    if (kv->seq[seq].in_step) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        if (list->n == 0) continue;
+        for (i = list->sinks; i < list->n && tkvi_may_spill(kv, seq, layer, i, r);) i++;
+        to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
+    }
+    return to;
+}
+
+/* The first positions behind the sinks that are in RAM: of one block, the layer's that begins first. 0: none are. */
+static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
+    int layer, i, found = 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = list->sinks; i < list->n && tkvi_spilled(&kv->pool.block[ids[i]]);) i++;
+        if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
+        found = 1;
+        *start = tkvi_block_start(kv, ids, i);
+        *end = tkvi_block_end(kv, list, ids, i);
+    }
+    return found;
+}
+
+/* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
+ * and to fetch is cheaper than to compute. Returns the bytes of what went. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+    size_t freed = 0;
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
+            tkvi_block *b = &kv->pool.block[ids[i]];
+            const uint32_t page = b->page;
+            const int slot = b->slot;
+            if (tkvi_spilled(b)) continue;
+            freed += kv->tables.coding[b->coding].bytes.total;
+            b->page = TKVI_NIL;
+            b->slot = 0;
+            kv->pool.n_spilled++;
+            kv->pool.n_absent++;
+            kv->vacated++;
+            tkvi_give_slot(&kv->pool, page, slot);
+        }
+    }
+    return freed;
+}
+
+/* Nobody uses it now. */
+static int tkvi_is_idle(const tkv_cache *kv, int seq) {
+    return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
+}
+
+/* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
+static int tkvi_vacate_idle(tkv_cache *kv) {
+    int seq, start, end, from = -1, to = 0;
+    for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
+        if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
+        if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
+            continue;
+        from = seq;
+        to = end;
+    }
+    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+}
+
+#endif /* TKVI_ABSENT_H */
 /* ======== anchor.h ======== */
 /*
  * anchor.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their own is
@@ -16826,7 +17024,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
     for (t = 0; t < n && !b->packed; t++) tkvi_set_at(kv, ids[i], t, b->start + t);
-    b->packed = n;
+    b->packed = (int16_t)n;
 }
 
 /* The token at this position is read from its coded place again. */
@@ -16905,7 +17103,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_weigh_anchor(kv, list, ids, slot);
         }
-        sinks->packed = tkvi_max(sinks->packed, slot + 1);
+        sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
         tkvi_drop_anchor(kv, ids, i, t, slot);
     }
 }
@@ -16996,12 +17194,17 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     }
 }
 
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
 /* Block i of a list goes to another tier's coding, or only on paper. */
 static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int packs;
+    uint16_t via;
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
@@ -17013,6 +17216,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
     tkvi_keep_exact(kv, seq, layer, b);
     kv->demoted++;
+    via = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
@@ -17038,9 +17242,10 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     } else {
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
+    b = &kv->pool.block[ids[i]];
+    b->via = via;
     if (packs) {
-        b = &kv->pool.block[ids[i]];
-        b->packed = tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
         b->gone = kv->pool.notes[ids[i]].anchored;
     }
 }
@@ -17284,8 +17489,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
     }
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
-    a->packed = tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
     a->gone = kv->pool.notes[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
@@ -17582,7 +17787,8 @@ static int tkvi_evict_some(tkv_cache *kv) {
  *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
- *               config has a place for them, the oldest blocks go outside                     (tkvi_make_room)
+ *               config has a place for them, the oldest blocks go outside, then what a model can compute
+ *               again goes (absent.h), then tokens (drop.h)                                   (tkvi_make_room)
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -17828,10 +18034,12 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
 }
 
 /* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
- * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+ * go outside or be recomputed, or that eviction would give back for sure; or with the tighter ones as large as
+ * the level has them. */
 typedef enum tkvi_fate {
     TKVI_TIGHTEN,
     TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_VACATE,
     TKVI_TIGHTEN_AND_EVICT,
     TKVI_LOOSEN
 } tkvi_fate;
@@ -17840,7 +18048,9 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < t->cfg.max_seqs; seq++)
+    for (seq = 0; seq < t->cfg.max_seqs; seq++) {
+        const int vacant =
+            fate == TKVI_TIGHTEN_AND_VACATE && tkvi_is_idle(kv, seq) ? tkvi_vacant_to(kv, seq, level) : 0;
         for (layer = 0; layer < t->cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -17851,7 +18061,8 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
                 if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
+                if (go > 0 || tkvi_block_end(kv, list, ids, i) <= vacant ||
+                    (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
                     slots[t->coding[b->coding].size_class]--;
                     go--;
                     continue;
@@ -17864,6 +18075,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
                 slots[t->coding[coding].size_class]++;
             }
         }
+    }
     return slots;
 }
 
@@ -17880,6 +18092,10 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_
     }
     if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.remat) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_VACATE), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes > budget && kv->tables.cfg.evict.kind) {
@@ -18010,7 +18226,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
+        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -18031,6 +18247,8 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
+    out->dropped = kv->vacated;
+    out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
@@ -18055,6 +18273,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         return tkvi_ok(kv);
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    kv->clock++;
     if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
@@ -18565,6 +18784,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_lazy(kv)) {
         const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
@@ -18784,6 +19004,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
     }
     had = kv->seq[seq].reserved_len;
+    kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
@@ -18898,6 +19119,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;
@@ -19132,8 +19354,8 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    what = b->copy && b->copy - 1 != b->coding ? TKVI_COPY : TKVI_ITSELF;
-    if (b->refs > 1 || (what == TKVI_ITSELF && !tkvi_spilled(b)))
+    what = b->copy && (b->copy - 1 != b->coding || tkvi_absent(b)) ? TKVI_COPY : TKVI_ITSELF;
+    if (b->refs > 1 || (what == TKVI_ITSELF && (!tkvi_spilled(b) || tkvi_absent(b))))
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
                          " (cfg.spill.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -19156,6 +19378,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     b->page = page;
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
+    if (what == TKVI_COPY) b->via = 0;
     if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
@@ -19166,6 +19389,351 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
 }
 
 #endif /* TKVI_PROMOTE_H */
+/* ======== recompute.h ======== */
+/*
+ * recompute.h - blocks that nobody has (absent.h): they are dropped by hand or by tkv_remat_decide, and come back from
+ * the caller's model. May call promote, remat and below.
+ *
+ * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
+ * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
+ * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come back
+ * by the last two, which is no worse.
+ */
+#ifndef TKVI_RECOMPUTE_H
+#define TKVI_RECOMPUTE_H
+
+
+/* >>what there is */
+/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
+ * crosses. */
+static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
+    int layer, i, end = at + 1, had = at;
+    while (had < end) {
+        had = end;
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
+            if (i < 0 || (absent && !tkvi_absent(&kv->pool.block[ids[i]]))) continue;
+            end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
+        }
+    }
+    return end;
+}
+
+/* The first position from `from` on that some layer lacks, -1: there is none. */
+static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
+    int layer, i, first = -1;
+    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const int start = tkvi_block_start(kv, ids, i);
+            if (start < from || !tkvi_absent(&kv->pool.block[ids[i]])) continue;
+            if (first < 0 || start < first) first = start;
+            break;
+        }
+    }
+    return first;
+}
+
+TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
+    int at;
+    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
+    *start = *n = 0;
+    at = tkvi_first_absent(kv, seq, 0);
+    if (at < 0) return TKV_OK;
+    *start = at;
+    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    *n = at - *start;
+    return TKV_OK;
+}
+
+/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
+static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int tables = !tkvi_any_step(kv);
+    tkv_remat_block piece;
+    int layer, i;
+    memset(&piece, 0, sizeof piece);
+    piece.start = start;
+    piece.end = end;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
+            if (tkvi_block_end(kv, list, ids, i) <= start) continue;
+            if (tkvi_absent(b)) piece.dropped = 1;
+            if (tkvi_absent(b)) piece.layers = layer + 1;
+            if (tkvi_spilled(b)) continue;
+            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            piece.bytes += bytes;
+            piece.quantized_bytes += i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+        }
+    }
+    if (!piece.dropped) piece.layers = 0;
+    return piece;
+}
+
+static int tkvi_next_level(const tkv_cache *kv) {
+    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+}
+
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n) {
+    int at = TKVI_FOREVER, layer, len, end, count = 0;
+    if (!tkvi_seq_ok(kv, seq) || !n || max < 0 || (max > 0 && !out)) return TKV_ERR_ARG;
+    len = tkv_seq_len(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->n)
+            at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
+    for (; at < len; at = end, count++) {
+        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
+        if (count < max) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+    }
+    *n = count;
+    return TKV_OK;
+}
+
+/* >>going */
+static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int start, first, last, end;
+    if (dropped) *dropped = 0;
+    if (st) return st;
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
+    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
+                    n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
+    if (end <= last && tkvi_vacate(kv, seq, last) > 0 && dropped)
+        *dropped = (tkvi_first_here(kv, seq, &start, &end) ? start : last) - first;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max,
+                                  size_t *freed) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    size_t won = 0;
+    int n, i, to = 0, tighten = 0;
+    if (freed) *freed = 0;
+    if (st) return st;
+    if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
+        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", kv ? n : 0,
+                         " blocks (tkv_remat_blocks says how many)");
+    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
+    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
+    for (i = 0; i < n; i++) {
+        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
+        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+    }
+    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
+    won = tkvi_vacate(kv, seq, to);
+    if (tighten) {
+        memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+        tkvi_go_to_level(kv, tkvi_next_level(kv));
+        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
+            won += tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes);
+    }
+    if (freed) *freed = won;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* >>coming back */
+/* The codings that what is given to block i goes through, hot first; returns how many. */
+static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+    const tkvi_tables *t = &kv->tables;
+    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    int n = 0;
+    way[n++] = r->coding[TKV_HOT];
+    if (b->via) way[n++] = b->via - 1;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
+    if (tkvi_lazy(kv) || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier]) return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT]) /* while it was away */
+        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
+    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
+    return n;
+}
+
+/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
+static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
+                            const tkvi_source *v, int start) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
+    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkvi_coding *c;
+    tkvi_block *b = &kv->pool.block[id];
+    tkvi_recoding r;
+    uint32_t page;
+    uint8_t *bytes;
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
+    c = &kv->tables.coding[way[0]];
+    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)s;
+    b->coding = (uint16_t)way[0];
+    bytes = tkvi_block_bytes(&kv->pool, b);
+    memset(bytes, 0, c->bytes.total);
+    for (t = 0; t < n; t++)
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *rec = &c->record[h];
+            const int row = tkvi_at(kv, id, t) - start;
+            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+                           bytes + rec->at + rec->v_at);
+        }
+    r.kv = kv;
+    r.layer = layer;
+    r.start = b->start;
+    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
+    for (s = 1; s < steps; s++) {
+        r.from = &kv->tables.coding[way[s - 1]];
+        r.to = &kv->tables.coding[way[s]];
+        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+    }
+    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    kv->recomputed++;
+}
+
+/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
+ * there. */
+static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_peak paper = tkvi_paper(kv);
+    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    for (i = first; i < last; i++) {
+        int steps;
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        steps = tkvi_way_back(kv, seq, layer, i, way);
+        paper.outside--;
+        tkvi_peak_take(&paper, way[steps - 1]);
+        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+    }
+    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
+    return paper;
+}
+
+TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
+                                  const float *v, int n) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_source from_k, from_v;
+    tkvi_peak paper;
+    int i, first = -1, last = 0;
+    if (st) return st;
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
+        return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
+    for (i = 0; i < list->n; i++) {
+        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (first < 0 && end <= start)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
+                             " on");
+        if (at >= start + n) break;
+        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
+                             " (tkv_remat_missing)");
+        if (first < 0) first = i;
+        last = i + 1;
+    }
+    if (first < 0) return tkvi_ok(kv); /* this layer has them */
+    memset(&from_k, 0, sizeof from_k);
+    from_k.data = k;
+    from_k.dim = kv->tables.cfg.head_dim;
+    from_k.head_stride = from_k.dim;
+    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
+    from_v = from_k;
+    from_v.data = v;
+    from_v.dim = kv->tables.cfg.v_head_dim;
+    from_v.head_stride = from_v.dim;
+    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
+    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
+         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
+                         " (cfg.nonfinite can saturate them)");
+    kv->seq[seq].used = ++kv->clock;
+    paper = tkvi_paper_give(kv, seq, layer, first, last);
+    if (tkvi_lazy(kv)) {
+        const size_t budget = kv->tables.cfg.budget_bytes, index = tkvi_blocks_growth(kv, &paper);
+        size_t takes;
+        tkvi_need_of(kv, &paper);
+        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget))
+            return tkvi_over_budget(kv, takes);
+        paper = tkvi_paper_give(kv, seq, layer, first, last);
+    }
+    if (!tkvi_peak_ready(&kv->pool, &paper))
+        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                         "no memory for what comes back, tokens", n, "");
+    for (i = first; i < last; i++)
+        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                 void *user, int *missing) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int start, n, layers, at, may = 1;
+    if (missing) *missing = 0;
+    if (st) return st;
+    if (!r || !compute || step < r->step)
+        return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
+                         "");
+    while (may && !st) {
+        (void)tkv_remat_missing(kv, seq, &start, &n);
+        if (n == 0) break;
+        for (at = start, layers = 0; at < start + n && may;) {
+            const int end = tkvi_piece_end(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            int first;
+            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
+                return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
+            if (!may) break;
+            layers = tkvi_max(layers, piece.layers);
+            at = end;
+        }
+        if (at == start) break;
+        st = compute(user, kv, seq, 0, layers, start, at - start);
+        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
+            st = TKV_ERR_STATE;
+    }
+    if (missing)
+        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
+            n = tkvi_piece_end(kv, seq, at, 1);
+            *missing += n - at;
+        }
+    if (!st) return tkvi_ok(kv);
+    if (st == TKV_ERR_STATE)
+        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
+    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
+}
+
+#endif /* TKVI_RECOMPUTE_H */
 /* ======== calibration.h ======== */
 /*
  * calibration.h - the tables of learn.h from outside: save, load, freeze, refresh. What is saved is what was learned of
@@ -19585,6 +20153,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        if (kv->pool.n_absent && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+            return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
     }
@@ -20987,7 +21557,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_there(b, n);
-            tkv_status st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            tkv_status st;
+            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
+            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
@@ -21077,6 +21649,10 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
+        if (tkvi_absent(&kv->pool.block[ids[i]])) {
+            out->missing += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            continue;
+        }
         out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
@@ -21097,6 +21673,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
     i = tkvi_find(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
+    if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -21204,7 +21781,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
+        if (!tkvi_absent(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
                            (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
@@ -21449,9 +22026,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
-static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
+static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
@@ -21508,12 +22085,13 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
                 tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
                 return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
-                            : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
+        if (i < list->sinks
+                ? kv->tables.coding[b->coding].key != p->sink_coding
+                : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (tkvi_spilled(b) && (i < list->sinks || !kv->tables.cfg.spill.store))
+        if (tkvi_spilled(b) && (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_absent(b))))
             return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
@@ -21595,6 +22173,9 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
     if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    for (i = 0, used = 0; i < pool->block_cap; i++)
+        used += pool->block[i].refs && tkvi_absent(&pool->block[i]);
+    if (used != (int64_t)pool->n_absent) return tkvi_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
@@ -22479,6 +23060,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {

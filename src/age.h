@@ -84,12 +84,17 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     }
 }
 
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
 /* Block i of a list goes to another tier's coding, or only on paper. */
 static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int packs;
+    uint16_t via;
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
@@ -101,6 +106,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
     tkvi_keep_exact(kv, seq, layer, b);
     kv->demoted++;
+    via = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
@@ -126,9 +132,10 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     } else {
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
+    b = &kv->pool.block[ids[i]];
+    b->via = via;
     if (packs) {
-        b = &kv->pool.block[ids[i]];
-        b->packed = tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
         b->gone = kv->pool.notes[ids[i]].anchored;
     }
 }

@@ -63,7 +63,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
     for (t = 0; t < n && !b->packed; t++) tkvi_set_at(kv, ids[i], t, b->start + t);
-    b->packed = n;
+    b->packed = (int16_t)n;
 }
 
 /* The token at this position is read from its coded place again. */
@@ -142,7 +142,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_weigh_anchor(kv, list, ids, slot);
         }
-        sinks->packed = tkvi_max(sinks->packed, slot + 1);
+        sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
         tkvi_drop_anchor(kv, ids, i, t, slot);
     }
 }

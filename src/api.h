@@ -124,9 +124,15 @@
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_recompute TKV_NAME_(tkv_recompute)
+#define tkv_remat_blocks TKV_NAME_(tkv_remat_blocks)
 #define tkv_remat_decide TKV_NAME_(tkv_remat_decide)
+#define tkv_remat_drop TKV_NAME_(tkv_remat_drop)
 #define tkv_remat_flops TKV_NAME_(tkv_remat_flops)
+#define tkv_remat_free TKV_NAME_(tkv_remat_free)
+#define tkv_remat_give TKV_NAME_(tkv_remat_give)
 #define tkv_remat_init TKV_NAME_(tkv_remat_init)
+#define tkv_remat_missing TKV_NAME_(tkv_remat_missing)
 #define tkv_remat_restore TKV_NAME_(tkv_remat_restore)
 #define tkv_required_bytes TKV_NAME_(tkv_required_bytes)
 #define tkv_reserve TKV_NAME_(tkv_reserve)
@@ -188,7 +194,8 @@ extern "C" {
     X(TKV_ERR_BUDGET, -12,                                                                                   \
       "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
     X(TKV_ERR_IO, -13, "cfg.spill failed: blocks outside RAM could not be read or written")                  \
-    X(TKV_ERR_NO_SOURCE, -14, "nothing better than what is stored: decoding restores nothing")
+    X(TKV_ERR_NO_SOURCE, -14,                                                                                \
+      "nothing better is kept of these tokens, or they must be recomputed first: see tkv_remat_missing")
 #define TKV_STATUS_ENUM_(name, value, text) name = value,
 typedef enum tkv_status { TKV_STATUS_LIST(TKV_STATUS_ENUM_) TKV_STATUS_LAST_ = -15 } tkv_status;
 #undef TKV_STATUS_ENUM_
@@ -468,6 +475,7 @@ typedef struct tkv_config {
     int n_anchors;
     int importance_every;   /* one query in so many tells what it looked at; 0: as the policy needs it */
     tkv_spill_config spill; /* where old blocks go when the budget is full; zero: nowhere */
+    int remat; /* 1: blocks of sequences that are not used may be dropped then, see tkv_remat_drop */
     /* behaviour */
     tkv_nonfinite nonfinite;
     int precise; /* 1: two planes of q and of p in every format, 2e-3 of the output at most from arithmetic */
@@ -600,7 +608,8 @@ typedef struct tkv_attend_params {
  * may be in it twice. Strides may be negative. Errors, out untouched: TKV_ERR_ARG (a pointer is missing, a
  * number out of range); TKV_ERR_RANGE (more queries than tokens, or keys that a query would see are gone: its
  * window is wider than the layer's, or it is too old); out undefined, where blocks are outside RAM: TKV_ERR_IO,
- * TKV_ERR_DATA (see tkv_spill). Cost: O(rows * n_heads * keys seen), the bytes of each
+ * TKV_ERR_DATA (see tkv_spill); out untouched, TKV_ERR_NO_SOURCE: a query would see tokens that must be recomputed
+ * (see tkv_remat_drop). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
  * folded into queries and weights, integer products on the codes: kernels.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
@@ -616,7 +625,8 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
  * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE
- * if a token is not held, TKV_ERR_ARG for a layer without a cache; k and v untouched then. O(blocks + values). */
+ * if a token is not held, TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v
+ * untouched then. O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
 /* >>sequences. A sequence exists from its first append until its reset. */
@@ -692,8 +702,10 @@ typedef struct tkv_tier_info {
     int dropped; /* left every window, gone */
     int spilled; /* blocks outside RAM; they count in their tier as well */
     int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
+    int missing; /* to be recomputed (tkv_remat_missing); in no tier, and part of that sum */
 } tkv_tier_info;
-/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held. */
+/* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held,
+ * TKV_ERR_NO_SOURCE for one to be recomputed. */
 TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out);
 TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out);
 /* The formats that blocks of a tier get, defaults included. */
@@ -821,6 +833,8 @@ typedef struct tkv_budget_info {
     uint64_t spilled, promoted;       /* blocks that went outside RAM, that tkv_promote brought back */
     uint64_t unstored;                /* blocks and exact copies that cfg.spill.store failed for */
     uint64_t evicted; /* tokens of layers that were dropped (cfg.evict, tkv_evict, tkv_drop) */
+    uint64_t dropped,
+        recomputed;   /* blocks that a model must compute again, that tkv_remat_give brought back */
     uint64_t pending; /* blocks that the present level would still recode. O(blocks) */
 } tkv_budget_info;
 TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out);
@@ -1289,6 +1303,59 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
  * they cost counts as spent. TKV_ERR_ARG: as above, or `step` is before the last one. */
 TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
                                      int *count);
+
+/* >>rematerialization in a cache. Blocks behind the sinks can be dropped: their bytes are free, their place in the
+ * index stays (40 bytes or so a block and layer), and nobody has them until the caller's model computes them again.
+ * They go front to back, in all layers at once. The last two blocks of a layer, what is younger than hot_tokens and
+ * what other sequences hold stay; what is outside RAM (cfg.spill) stays there. While a query would see dropped
+ * tokens, tkv_attend and tkv_read return TKV_ERR_NO_SOURCE and compute nothing; what lies behind the window does not
+ * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
+ * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
+ *
+ * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict: blocks
+ * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
+ * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
+ * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
+ * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
+/* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
+ * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
+ * step. O(blocks). */
+TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+/* The first run of positions that are to be recomputed, in any layer; *n 0: none are. TKV_ERR_ARG. O(blocks^2). */
+TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n);
+/* K and V of tokens start .. start+n-1 of a layer, in the shapes of tkv_append and as they were appended. Of these the
+ * layer takes what it lacks, which must be whole blocks, the first of those that it lacks; any run that begins where
+ * tkv_remat_missing says and ends a multiple of TKV_BLOCK_TOKENS later (or at its end) is right, while no token was
+ * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where a
+ * budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries changed.
+ * They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what making room
+ * tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a part of a
+ * block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * TKV_ERR_ARG. Cost: an append of n tokens, and one or two codings of each block. */
+TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
+                                  const float *v, int n);
+/* Gives (tkv_remat_give) tokens start .. start+n-1 of layers first_layer .. first_layer+n_layers-1; those that share
+ * K and V with another or have none are left out. Everything before `start` in seq is there. Any other status than
+ * TKV_OK ends tkv_recompute. It may use other caches, and of this one reports, tkv_read and tkv_attend. */
+typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                  int start, int n);
+/* Brings back what is missing, front to back, one call of compute for each run, as many blocks as tkv_remat_restore
+ * says that r has FLOPs for in this step (a number that does not fall). *missing (may be NULL): positions that are
+ * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what compute
+ * returned. What was given before an error stays. */
+TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                 void *user, int *missing);
+/* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
+ * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
+ * many there are, of which out gets the first `max`. TKV_ERR_ARG. O(blocks) a block. */
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n);
+/* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
+ * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
+ * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
+ * what that gave. blocks and actions are room for `max` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
+ * little room, or a number is none), TKV_ERR_STATE in an open step. */
+TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

@@ -21,9 +21,9 @@
 #define TKVI_ATTEND_H
 
 #include "many_avx512.h"
+#include "absent.h"
 #include "mass.h"
 #include "metric.h"
-#include "spill.h"
 
 /* >>the call, checked and with defaults filled in */
 typedef struct tkvi_call {
@@ -103,6 +103,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        if (kv->pool.n_absent && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+            return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
     }

@@ -4,7 +4,8 @@
  *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
- *               config has a place for them, the oldest blocks go outside                     (tkvi_make_room)
+ *               config has a place for them, the oldest blocks go outside, then what a model can compute
+ *               again goes (absent.h), then tokens (drop.h)                                   (tkvi_make_room)
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -19,6 +20,7 @@
 #ifndef TKVI_BUDGET_H
 #define TKVI_BUDGET_H
 
+#include "absent.h"
 #include "drop.h"
 
 /* >>bytes */
@@ -251,10 +253,12 @@ static int64_t *tkvi_slots_now(tkv_cache *kv) {
 }
 
 /* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
- * go outside, or that eviction would give back for sure; or with the tighter ones as large as the level has them. */
+ * go outside or be recomputed, or that eviction would give back for sure; or with the tighter ones as large as
+ * the level has them. */
 typedef enum tkvi_fate {
     TKVI_TIGHTEN,
     TKVI_TIGHTEN_AND_SPILL,
+    TKVI_TIGHTEN_AND_VACATE,
     TKVI_TIGHTEN_AND_EVICT,
     TKVI_LOOSEN
 } tkvi_fate;
@@ -263,7 +267,9 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
     const tkvi_tables *t = &kv->tables;
     int64_t *slots = tkvi_slots_now(kv);
     int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < t->cfg.max_seqs; seq++)
+    for (seq = 0; seq < t->cfg.max_seqs; seq++) {
+        const int vacant =
+            fate == TKVI_TIGHTEN_AND_VACATE && tkvi_is_idle(kv, seq) ? tkvi_vacant_to(kv, seq, level) : 0;
         for (layer = 0; layer < t->cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -274,7 +280,8 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
                 int coding = r->coding[due];
                 if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (go > 0 || (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
+                if (go > 0 || tkvi_block_end(kv, list, ids, i) <= vacant ||
+                    (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
                     slots[t->coding[b->coding].size_class]--;
                     go--;
                     continue;
@@ -287,6 +294,7 @@ static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
                 slots[t->coding[coding].size_class]++;
             }
         }
+    }
     return slots;
 }
 
@@ -303,6 +311,10 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_
     }
     if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
         const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes > budget && kv->tables.cfg.remat) {
+        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_VACATE), extra);
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes > budget && kv->tables.cfg.evict.kind) {
@@ -433,7 +445,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
         }
         if (tkvi_tighten_one(kv, extra, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_evict_some(kv)) return 0;
+        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_some(kv)) return 0;
     }
 }
 
@@ -454,6 +466,8 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
+    out->dropped = kv->vacated;
+    out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
     out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
@@ -478,6 +492,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         return tkvi_ok(kv);
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    kv->clock++;
     if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);

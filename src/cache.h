@@ -32,6 +32,7 @@ typedef struct tkvi_seq {
     uint32_t cap;
     int in_step;
     int reserved_len; /* 0, or the length up to which memory is promised */
+    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
 } tkvi_seq;
 
 /* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
@@ -91,6 +92,9 @@ struct tkv_cache {
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    /* what is recomputed (absent.h) */
+    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
+    uint64_t vacated, recomputed; /* blocks */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -610,7 +614,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
     for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
         size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.spill.store ? blocks : 64u * (uint64_t)m->pages;
+        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
         m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
         m->page_cap = tkvi_cap_for(m->pages);
         n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +

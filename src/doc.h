@@ -74,7 +74,8 @@
  *   Everything comes from cfg.allocator in pages and a few growing tables, counted to the byte (tkv_memory).
  *   tkv_attend never allocates. An append fetches all it needs before it changes anything; when that fails it
  *   has not happened. tkv_init_in_place does the same inside a piece of yours and never allocates.
- *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill).
+ *   What a budget has no room for can go outside RAM, to a file say, and stays part of attention (cfg.spill), or
+ *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
  *          gives the sentence for the last mutating call.

@@ -170,8 +170,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
     }
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
-    a->packed = tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
     a->gone = kv->pool.notes[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);

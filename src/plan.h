@@ -671,6 +671,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
                         "it must be bits of tkv_fit, NORM and UNBIASED not together");
     TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
     TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(remat, 0, 1, "it must be 0 or 1");
     TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
     TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);

@@ -29,10 +29,13 @@ typedef struct tkvi_page {
 typedef struct tkvi_block {
     uint32_t refs;         /* lists that hold it; 0: this entry is free */
     uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
-    uint16_t slot, coding; /* slot, outside: the mark of what was stored */
+    uint16_t slot, coding; /* slot, outside: the mark of what was stored; 0: nobody has it (absent.h) */
     int start;             /* it covers positions from here to the next block's start */
     uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
-    int packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    int16_t
+        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    uint16_t
+        via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
     uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
 } tkvi_block;
 
@@ -58,7 +61,8 @@ typedef struct tkvi_pool {
     tkvi_block *block;
     tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_spilled;                       /* of them, those whose bytes are outside */
+    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
+    uint32_t n_absent;                        /* ... and of these, those that nobody has */
     uint16_t marks;                           /* what was stored last (spill.h) */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -308,6 +312,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
+    b->via = 0;
     b->copy = 0;
     if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
     pool->n_blocks++;
@@ -334,6 +339,14 @@ typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
 
 static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
+/* Not even outside: a model must compute it again. */
+static int tkvi_absent(const tkvi_block *b) { return tkvi_spilled(b) && b->slot == 0; }
+
+static uint16_t tkvi_next_mark(tkvi_pool *pool) {
+    if (++pool->marks == 0) pool->marks = 1;
+    return pool->marks;
+}
+
 static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
 
 static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
@@ -349,7 +362,8 @@ static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
 
 /* It is in RAM again, or dies. */
 static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
-    tkvi_drop_key(pool, id, TKVI_ITSELF);
+    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
+    else tkvi_drop_key(pool, id, TKVI_ITSELF);
     pool->n_spilled--;
 }
 

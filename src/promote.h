@@ -95,8 +95,8 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
         return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    what = b->copy && b->copy - 1 != b->coding ? TKVI_COPY : TKVI_ITSELF;
-    if (b->refs > 1 || (what == TKVI_ITSELF && !tkvi_spilled(b)))
+    what = b->copy && (b->copy - 1 != b->coding || tkvi_absent(b)) ? TKVI_COPY : TKVI_ITSELF;
+    if (b->refs > 1 || (what == TKVI_ITSELF && (!tkvi_spilled(b) || tkvi_absent(b))))
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
                          " (cfg.spill.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -119,6 +119,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     b->page = page;
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
+    if (what == TKVI_COPY) b->via = 0;
     if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));

@@ -35,6 +35,10 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
+        if (tkvi_absent(&kv->pool.block[ids[i]])) {
+            out->missing += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            continue;
+        }
         out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
@@ -55,6 +59,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
     i = tkvi_find(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
+    if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -162,7 +167,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!once || tkvi_first_holder(kv, seq, layer, ids[i]))
+        if (!tkvi_absent(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
                            (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
     }
@@ -407,9 +412,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
-static int tkvi_of_tier(const tkv_cache *kv, int layer, tkv_tier tier, int key) {
+static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
     const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
@@ -466,12 +471,13 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
                 tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
                 return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.coding[b->coding].key != p->sink_coding
-                            : !tkvi_of_tier(kv, layer, tier, kv->tables.coding[b->coding].key))
+        if (i < list->sinks
+                ? kv->tables.coding[b->coding].key != p->sink_coding
+                : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (tkvi_spilled(b) && (i < list->sinks || !kv->tables.cfg.spill.store))
+        if (tkvi_spilled(b) && (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_absent(b))))
             return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
@@ -553,6 +559,9 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     }
     for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
     if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    for (i = 0, used = 0; i < pool->block_cap; i++)
+        used += pool->block[i].refs && tkvi_absent(&pool->block[i]);
+    if (used != (int64_t)pool->n_absent) return tkvi_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)

@@ -385,6 +385,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_lazy(kv)) {
         const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
@@ -604,6 +605,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
             want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
     }
     had = kv->seq[seq].reserved_len;
+    kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
@@ -718,6 +720,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;

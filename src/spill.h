@@ -104,7 +104,7 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     const int key = kv->tables.coding[b->coding].key;
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
-    if (!tkvi_store_block(kv, id, TKVI_COPY, ++kv->pool.marks)) return;
+    if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
     b->copy = (uint16_t)(b->coding + 1);
     b->copy_mark = kv->pool.marks;
 }
@@ -141,7 +141,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, tkvi_next_mark(&kv->pool))) {
         kv->store_failed = 1;
         return 0;
     }
@@ -167,6 +167,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const tkvi_piece p =
         tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
     uint8_t hash[TKVI_SPILL_HASH];
+    if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;

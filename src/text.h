@@ -601,6 +601,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
