@@ -19698,7 +19698,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
 TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                  void *user, int *missing) {
     tkv_status st = tkvi_remat_seq(kv, seq);
-    int start, n, layers, at, may = 1;
+    int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
     if (st) return st;
     if (!r || !compute || step < r->step)

@@ -2,6 +2,7 @@
  * test_base.c - floats and halves by bits, rounding, checked sizes, memory, text.
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

@@ -9,6 +9,7 @@
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */
 #endif
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

@@ -6,6 +6,7 @@
  * bounds alone. Decoding is the same to the bit under any flags.
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

@@ -6,6 +6,7 @@
  * cc -O2 tests/test_formats_other.c -o test_formats_other -lm && ./test_formats_other [filter | --list]
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

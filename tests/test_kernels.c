@@ -8,6 +8,7 @@
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #endif
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 
 #include "tkv_test.h"

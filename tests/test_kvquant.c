@@ -6,6 +6,7 @@
  * cc -O2 tests/test_kvquant.c -o test_kvquant -lm && ./test_kvquant [filter | --list]
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

@@ -6,6 +6,7 @@
  * test_memory.c, random calls against a model in test_random.c.
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

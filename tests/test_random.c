@@ -10,6 +10,7 @@
  *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_random     calls per config, first seed
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

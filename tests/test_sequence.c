@@ -5,6 +5,7 @@
  * tier must give back comes from tkv_encode and tkv_decode. Reads are compared by bits.
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

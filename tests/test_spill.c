@@ -14,6 +14,7 @@
 #define HAVE_FILES 0
 #endif
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #include "../tieredkv.h"
 #include "kit.h"
 

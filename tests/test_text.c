@@ -5,6 +5,7 @@
  * It brings the library, scalar kernels only, so that tables of rows can be made here that the library has no field for.
  */
 #define TIEREDKV_IMPLEMENTATION
+#define TKV_STATIC /* what is not used here is not compiled */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD
 #endif

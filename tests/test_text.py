@@ -136,7 +136,9 @@ class Reports(unittest.TestCase):
         self.assertEqual(sum(s.value for s in families["tkv_memory_bytes"].samples), one("tkv_memory_held_bytes"))
         self.assertEqual(one("tkv_memory_held_bytes"), state["memory"]["total"])
         tokens = {s.labels["tier"]: s.value for s in families["tkv_tokens"].samples}
+        tokens["spilled"] = one("tkv_tokens_spilled")  # of those of the tiers
         self.assertEqual(tokens, state["tokens"])
+        del tokens["spilled"]
         self.assertEqual(sum(tokens.values()), 1400)
         self.assertEqual(one("tkv_quality_samples"), state["quality"]["samples"])
         self.assertEqual(families["tkv_quality_samples"].samples[0].name, "tkv_quality_samples_total")
