@@ -5691,8 +5691,8 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
     TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
     int j;
     for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
-    for (; j % 8 != 0; j++) turns[j] = 0;
-    for (j = 0; j < r->rope->pairs; j += 8) {
+    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
         const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
         const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
         const __m256 x =
@@ -20831,14 +20831,13 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
 }
 
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
-static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last) {
-    TKVI_ALIGNED tkvi_queries q;
+static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
     const tkvi_mass *m = &u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
     int i, r, t;
-    tkvi_load_queries(u, &q);
+    tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
         if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
@@ -20846,7 +20845,7 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
     }
     for (i = first; i < last; i++) {
         const uint64_t gone = kv->pool.block[u->ids[i]].gone;
-        if (!tkvi_block_scores(u, &q, i, scores)) continue;
+        if (!tkvi_block_scores(u, q, i, scores)) continue;
         memset(said, 0, sizeof said);
         for (r = 0; r < u->rows; r++) {
             if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
@@ -20859,8 +20858,9 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
     }
 }
 
-/* The rows of a unit that tell do. s: finished sums. */
-static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last) {
+/* The rows of a unit that tell do. s: finished sums; q: overwritten. */
+static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last,
+                                           tkvi_queries *q) {
     int r, end;
     for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
         tkvi_unit tellers = *u;
@@ -20869,7 +20869,7 @@ static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *
             lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
         tellers.first += r;
         tellers.rows = end - r;
-        tkvi_tell_blocks(&tellers, lse, first, last);
+        tkvi_tell_blocks(&tellers, lse, first, last, q);
     }
 }
 
@@ -20949,7 +20949,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
-        tkvi_gather_mass(&u, &sums, 0, u.list->n);
+        tkvi_gather_mass(&u, &sums, 0, u.list->n, &q);
     } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
         part = tkvi_part_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
@@ -20961,11 +20961,12 @@ static void tkvi_run_gather(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
     tkvi_sums sums;
+    TKVI_ALIGNED tkvi_queries q;
     tkvi_unit u;
     tkvi_find_unit(w->call, unit, &u);
     if (chunk >= u.n_chunks) return;
     sums = tkvi_part_at(w, &u, unit, 0);
-    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk));
+    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
 }
 
 /* Does any unit tell? Serves only to wake no threads in vain. */
@@ -21097,6 +21098,11 @@ static TKVI_NOINLINE void tkvi_many_listen(const tkvi_unit *u, const tkvi_sums *
     if (u->call->metric) tkvi_listen_queries(u, &q);
 }
 
+static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *sums) {
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_gather_mass(u, sums, 0, u->list->n, &q);
+}
+
 /* Eight rows of a unit */
 static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
     tkvi_unit eight = *u;
@@ -21115,7 +21121,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    tkvi_gather_mass(&eight, &sums, 0, eight.list->n);
+    if (u->call->mass.mode) tkvi_many_gather(&eight, &sums);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {

@@ -183,8 +183,8 @@ static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *c
     TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
     int j;
     for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
-    for (; j % 8 != 0; j++) turns[j] = 0;
-    for (j = 0; j < r->rope->pairs; j += 8) {
+    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
         const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
         const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
         const __m256 x =
