@@ -15231,6 +15231,11 @@ static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, ui
     return at;
 }
 
+/* Is this the format that blocks of the layer's hot tier have? */
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
 static int tkvi_drop_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
@@ -16749,9 +16754,8 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
  * the store fails there is no copy, and that is all. */
 static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    const int key = kv->tables.coding[b->coding].key;
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
-    if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
     b->copy = (uint16_t)(b->coding + 1);
     b->copy_mark = kv->pool.marks;
@@ -17028,7 +17032,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
 }
 
 /* The token at this position is read from its coded place again. */
-static void tkvi_weigh_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_notes *notes;
@@ -17042,7 +17046,7 @@ static void tkvi_weigh_anchor(tkv_cache *kv, const tkvi_list *list, const uint32
 }
 
 /* The token at place t of block i, which is exact, joins the sinks at a place. */
-static void tkvi_drop_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_helpers *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
@@ -17087,7 +17091,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     uint64_t there;
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
-    if (kv->tables.coding[b->coding].key != p->now.key[TKV_HOT]) return;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     tkvi_mass_init(&m, &kv->tables.cfg);
@@ -17101,10 +17105,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
-            tkvi_weigh_anchor(kv, list, ids, slot);
+            tkvi_anchor_leaves(kv, list, ids, slot);
         }
         sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
-        tkvi_drop_anchor(kv, ids, i, t, slot);
+        tkvi_anchor_joins(kv, ids, i, t, slot);
     }
 }
 
@@ -17161,6 +17165,18 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const
     return n;
 }
 
+/* What is decoded in kv->recode, as the record of a head of a block that begins at `start`. */
+static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
+                               int n, uint8_t *dst) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    tkvi_side to_k = r->k;
+    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.start = start;
+    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+}
+
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -17170,13 +17186,9 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     int h, n;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        tkvi_side to_k = b->k;
-        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
-        to_k.start = r->start;
         n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
         (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
-        tkvi_encode_side(&to_k, help, k, dk, n, dst + b->at);
-        tkvi_encode_side(&b->v, help, v, dv, n, dst + b->at + b->v_at);
+        tkvi_encode_record(r->kv, r->layer, h, b, r->start, n, dst + b->at);
     }
 }
 
@@ -17184,7 +17196,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
-    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_gauge *g = &kv->meter->gauge[i];
         if (g->layer == layer)
@@ -17192,10 +17204,6 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
                             tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
                             c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
-}
-
-static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
 }
 
 /* Block i of a list goes to another tier's coding, or only on paper. */
@@ -17436,7 +17444,7 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (key != kv->tables.plan[layer].now.key[TKV_HOT] || a->copy || b->copy) return 0;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
@@ -17478,15 +17486,11 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
         const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
-        tkvi_side to_k = r->k;
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
         (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
         (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
         n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
-        to_k.feedback = tkvi_feedback_of(kv, layer, h);
-        to_k.start = a->start;
-        tkvi_encode_side(&to_k, help, k, dk, n, to + r->at);
-        tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
+        tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);

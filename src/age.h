@@ -51,6 +51,18 @@ static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const
     return n;
 }
 
+/* What is decoded in kv->recode, as the record of a head of a block that begins at `start`. */
+static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
+                               int n, uint8_t *dst) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    tkvi_side to_k = r->k;
+    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.start = start;
+    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+}
+
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
@@ -60,13 +72,9 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     int h, n;
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        tkvi_side to_k = b->k;
-        to_k.feedback = tkvi_feedback_of(r->kv, r->layer, h);
-        to_k.start = r->start;
         n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
         (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
-        tkvi_encode_side(&to_k, help, k, dk, n, dst + b->at);
-        tkvi_encode_side(&b->v, help, v, dv, n, dst + b->at + b->v_at);
+        tkvi_encode_record(r->kv, r->layer, h, b, r->start, n, dst + b->at);
     }
 }
 
@@ -74,7 +82,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
-    if (!kv->meter || kv->meter->seq != seq || c->key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_gauge *g = &kv->meter->gauge[i];
         if (g->layer == layer)
@@ -82,10 +90,6 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
                             tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
                             c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
-}
-
-static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
 }
 
 /* Block i of a list goes to another tier's coding, or only on paper. */

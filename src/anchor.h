@@ -67,7 +67,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
 }
 
 /* The token at this position is read from its coded place again. */
-static void tkvi_weigh_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_notes *notes;
@@ -81,7 +81,7 @@ static void tkvi_weigh_anchor(tkv_cache *kv, const tkvi_list *list, const uint32
 }
 
 /* The token at place t of block i, which is exact, joins the sinks at a place. */
-static void tkvi_drop_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_helpers *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
@@ -126,7 +126,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     uint64_t there;
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
-    if (kv->tables.coding[b->coding].key != p->now.key[TKV_HOT]) return;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     tkvi_mass_init(&m, &kv->tables.cfg);
@@ -140,10 +140,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
-            tkvi_weigh_anchor(kv, list, ids, slot);
+            tkvi_anchor_leaves(kv, list, ids, slot);
         }
         sinks->packed = (int16_t)tkvi_max(sinks->packed, slot + 1);
-        tkvi_drop_anchor(kv, ids, i, t, slot);
+        tkvi_anchor_joins(kv, ids, i, t, slot);
     }
 }
 

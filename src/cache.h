@@ -206,6 +206,11 @@ static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, ui
     return at;
 }
 
+/* Is this the format that blocks of the layer's hot tier have? */
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
 /* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
 static int tkvi_drop_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;

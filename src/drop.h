@@ -14,7 +14,6 @@
 #define TKVI_DROP_H
 
 #include "age.h"
-#include "mass.h"
 
 /* >>what there is */
 static int tkvi_bits_in(uint64_t x) {
@@ -117,7 +116,7 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (key != kv->tables.plan[layer].now.key[TKV_HOT] || a->copy || b->copy) return 0;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
@@ -159,15 +158,11 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     for (h = 0; h < cfg->n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
         const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
-        tkvi_side to_k = r->k;
         int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
         (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
         (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
         n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
-        to_k.feedback = tkvi_feedback_of(kv, layer, h);
-        to_k.start = a->start;
-        tkvi_encode_side(&to_k, help, k, dk, n, to + r->at);
-        tkvi_encode_side(&r->v, help, v, dv, n, to + r->at + r->v_at);
+        tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
     tkvi_mass_meet(kv, ids[i], ids[i + 1]);
     a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);

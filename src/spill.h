@@ -101,9 +101,8 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
  * the store fails there is no copy, and that is all. */
 static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
-    const int key = kv->tables.coding[b->coding].key;
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
-    if (key != kv->tables.plan[layer].now.key[TKV_HOT]) return;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
     b->copy = (uint16_t)(b->coding + 1);
     b->copy_mark = kv->pool.marks;
