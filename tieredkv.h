@@ -1760,7 +1760,7 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 #define TKVI_ALIGN 64u
 
-static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
+TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
 /* >>checksums: FNV-1a, 64 bits */
 #define TKVI_FNV1A_START 0xcbf29ce484222325u
