@@ -1588,12 +1588,14 @@ extern "C" {
 #define TKVI_NOINLINE
 #endif
 
-/* Before what src/cuda runs on a GPU too: functions and constant tables. nvcc compiles twice, and its code for the
- * GPU reads none of the host's tables. */
+/* Before what src/cuda runs on a GPU too: functions, larger ones of which one copy is enough, constant tables. nvcc
+ * compiles twice, and its code for the GPU reads none of the host's tables. */
 #ifdef __CUDACC__
 #define TKVI_FN static __host__ __device__
+#define TKVI_STEP static __host__ __device__ __noinline__
 #else
 #define TKVI_FN static
+#define TKVI_STEP static
 #endif
 #ifdef __CUDA_ARCH__
 #define TKVI_CONSTANT static __device__ const
@@ -2268,13 +2270,18 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
 }
 
 /* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
+#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+#define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
+#else
+#define TKVI_EIGHT(p) (p)
+#endif
 TKVI_FN uint64_t tkvi_load8(const uint8_t *p) {
     uint64_t x;
-    memcpy(&x, p, 8);
+    memcpy(&x, TKVI_EIGHT(p), 8);
     return x;
 }
 
-TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8); }
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
@@ -2320,7 +2327,7 @@ TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) 
         }
 }
 
-TKVI_FN void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
@@ -2329,7 +2336,7 @@ TKVI_FN void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, c
         tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
-TKVI_FN void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     memset(code, 0, TKVI_TILE_CODES);
@@ -2454,7 +2461,7 @@ typedef struct tkvi_group { /* of up to 256 values */
 } tkvi_group;
 
 /* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-TKVI_FN int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     int i;
     g->n = n;
@@ -2485,7 +2492,7 @@ TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
 }
 
 /* Moves the ends of the range. */
-TKVI_FN void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     int64_t least = tkvi_cut_error(g, 0, top);
     int k, best = 0;
     for (k = 1; k < TKVI_FIT_TRIES; k++) {
@@ -2502,8 +2509,8 @@ TKVI_FN void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
 
 /* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
  * where fp16 has no such zero to a quarter of the scale. */
-TKVI_FN void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                          uint8_t *zero_at) {
+TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;
@@ -3274,8 +3281,8 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 
 /* >>K */
 /* The channel at one position of a tile of this width. */
-TKVI_FN void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
-                           const float *scale, const float *zero, float *x, size_t stride) {
+TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
+                             int n, const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
     for (t = first; t < first + n && channel < s->dim; t++) {
         int m = t * s->groups / TKVI_BLOCK * s->pad + position;
@@ -3312,8 +3319,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
 /* Token t of a slab, of one of its tiles; x: [dim]. */
-TKVI_FN void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
-                           const float *scale, const float *zero, float *x) {
+TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
+                             const float *scale, const float *zero, float *x) {
     int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
     for (c = 0; c < channels; c++) {
         int m = (slab + c) / s->group * TKVI_BLOCK + t;
@@ -3379,8 +3386,8 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, cons
 
 
 /* One group whose values stand together, one at least: codes, scale, zero. */
-TKVI_FN void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                             uint8_t *zero_at) {
+TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                               uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
@@ -3767,7 +3774,7 @@ static void tkvi_a_layout(tkvi_side *s) {
 }
 
 /* Range and integers of column l. */
-TKVI_FN void tkvi_a_integers(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
@@ -3791,7 +3798,7 @@ TKVI_FN void tkvi_a_integers(tkvi_columns *c, int l) {
 }
 
 /* The best range of column l; its codes. */
-TKVI_FN void tkvi_a_search(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
@@ -3844,7 +3851,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
 }
 
 /* Metadata of column l; 1: its mean is too far for them. */
-TKVI_FN int tkvi_a_settle(tkvi_columns *c, int l, int top) {
+TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l);
     float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
     float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
@@ -3869,7 +3876,7 @@ static void tkvi_settle_scalar(tkvi_columns *c, int top) {
 
 /* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
  * reach it. */
-TKVI_FN void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
     int width = c->width[l], t, sum = 0, log, offset;
     double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
@@ -4071,7 +4078,7 @@ TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, 
 }
 
 /* Codes of token number t with the values x; returns its scale. */
-TKVI_FN float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
     float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;

@@ -48,7 +48,7 @@ typedef struct tkvi_group { /* of up to 256 values */
 } tkvi_group;
 
 /* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-TKVI_FN int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     int i;
     g->n = n;
@@ -79,7 +79,7 @@ TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
 }
 
 /* Moves the ends of the range. */
-TKVI_FN void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     int64_t least = tkvi_cut_error(g, 0, top);
     int k, best = 0;
     for (k = 1; k < TKVI_FIT_TRIES; k++) {
@@ -96,8 +96,8 @@ TKVI_FN void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
 
 /* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
  * where fp16 has no such zero to a quarter of the scale. */
-TKVI_FN void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                          uint8_t *zero_at) {
+TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;

@@ -78,7 +78,7 @@ static void tkvi_a_layout(tkvi_side *s) {
 }
 
 /* Range and integers of column l. */
-TKVI_FN void tkvi_a_integers(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
@@ -102,7 +102,7 @@ TKVI_FN void tkvi_a_integers(tkvi_columns *c, int l) {
 }
 
 /* The best range of column l; its codes. */
-TKVI_FN void tkvi_a_search(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
@@ -155,7 +155,7 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
 }
 
 /* Metadata of column l; 1: its mean is too far for them. */
-TKVI_FN int tkvi_a_settle(tkvi_columns *c, int l, int top) {
+TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l);
     float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
     float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
@@ -180,7 +180,7 @@ static void tkvi_settle_scalar(tkvi_columns *c, int top) {
 
 /* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
  * reach it. */
-TKVI_FN void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
     int width = c->width[l], t, sum = 0, log, offset;
     double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);

@@ -22,8 +22,8 @@
 #include "format_tiles.h"
 
 /* One group whose values stand together, one at least: codes, scale, zero. */
-TKVI_FN void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                             uint8_t *zero_at) {
+TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                               uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;

@@ -101,7 +101,7 @@ TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, 
 }
 
 /* Codes of token number t with the values x; returns its scale. */
-TKVI_FN float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
     float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;

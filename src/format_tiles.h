@@ -38,8 +38,8 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 
 /* >>K */
 /* The channel at one position of a tile of this width. */
-TKVI_FN void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
-                           const float *scale, const float *zero, float *x, size_t stride) {
+TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
+                             int n, const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
     for (t = first; t < first + n && channel < s->dim; t++) {
         int m = t * s->groups / TKVI_BLOCK * s->pad + position;
@@ -76,8 +76,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
 /* Token t of a slab, of one of its tiles; x: [dim]. */
-TKVI_FN void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
-                           const float *scale, const float *zero, float *x) {
+TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
+                             const float *scale, const float *zero, float *x) {
     int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
     for (c = 0; c < channels; c++) {
         int m = (slab + c) / s->group * TKVI_BLOCK + t;

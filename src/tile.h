@@ -70,13 +70,18 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
 }
 
 /* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
+#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+#define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
+#else
+#define TKVI_EIGHT(p) (p)
+#endif
 TKVI_FN uint64_t tkvi_load8(const uint8_t *p) {
     uint64_t x;
-    memcpy(&x, p, 8);
+    memcpy(&x, TKVI_EIGHT(p), 8);
     return x;
 }
 
-TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8); }
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
@@ -122,7 +127,7 @@ TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) 
         }
 }
 
-TKVI_FN void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
@@ -131,7 +136,7 @@ TKVI_FN void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, c
         tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
-TKVI_FN void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     memset(code, 0, TKVI_TILE_CODES);
