@@ -203,9 +203,8 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 #endif /* TKVCU_LAYOUT_H */
 /* ======== warp.h ======== */
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp,
- * copies into shared memory, pairs of
- * half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory, pairs
+ * of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
@@ -535,7 +534,7 @@ __device__ static inline void tkvcu_encode_a(tkvcu_desk *d, uint8_t *dst) {
     }
     __syncthreads();
     for (w = tkvcu_walk_of(s); tkvcu_walk_next(&w);) {
-        uint8_t tile[TKVI_TILE_CODES];
+        alignas(8) uint8_t tile[TKVI_TILE_CODES];
         tkvi_weave_scalar(column, d->channel + 4 * w.i, tile);
         tkvi_pack_tile(dst, &w.at, w.width, tile);
     }

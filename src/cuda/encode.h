@@ -219,7 +219,7 @@ __device__ static inline void tkvcu_encode_a(tkvcu_desk *d, uint8_t *dst) {
     }
     __syncthreads();
     for (w = tkvcu_walk_of(s); tkvcu_walk_next(&w);) {
-        uint8_t tile[TKVI_TILE_CODES];
+        alignas(8) uint8_t tile[TKVI_TILE_CODES];
         tkvi_weave_scalar(column, d->channel + 4 * w.i, tile);
         tkvi_pack_tile(dst, &w.at, w.width, tile);
     }

@@ -1,6 +1,6 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory, pairs of
- * half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory, pairs
+ * of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
