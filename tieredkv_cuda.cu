@@ -224,7 +224,8 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
  * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -297,7 +298,9 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
     return x;
 }
 
-TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) { return __byte_perm(a, b, select); }
+TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
+    return __byte_perm(a, b, select);
+}
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
@@ -319,7 +322,7 @@ TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { ret
  * tieredkv.h, a thread for each column of K, token of V, or tile. So the bytes are those of the host.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_fma.py looks at what it
+ * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_build.py looks at what it
  * makes of them).
  */
 #ifndef TKVCU_ENCODE_H
@@ -917,6 +920,13 @@ static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, c
     return status;
 }
 
+static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    tkvi_say(&t, which);
+    return status;
+}
+
 /* What the runtime said. */
 static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
     return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);
@@ -1350,9 +1360,10 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
         what = "group_size or allocation_unit";
     for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
-    if (what) return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache has another plan:", 0, what);
+    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_config_fault(&b->cfg);
-    return what ? tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, "the cache has", 0, what) : TKV_OK;
+    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+                : TKV_OK;
 }
 
 /* >>tables */

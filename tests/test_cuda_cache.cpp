@@ -165,25 +165,465 @@ static void grow(rig *r, int seq, int to, int compare) {
 
 /* >>tests */
 static const char *const presets[] = {"quality", "balanced", "compact", "extreme", "kivi"};
+enum { PRESETS = 5 };
+
+/* The device's tables in the host's cache: those of equal shares, before anything was appended. */
+static int rig_alike(rig *r, const tkv_config *cfg) {
+    if (!rig_open(r, cfg)) return 0;
+    CHECK_EQ(tkvcu_export(r->cu, 0, r->kv, 0, NULL), TKV_OK);
+    return 1;
+}
 
 TEST(append_is_the_hosts) {
     int i, dim;
-    for (i = 0; i < 5; i++)
+    for (i = 0; i < PRESETS; i++)
         for (dim = 64; dim <= 128; dim += 64) {
             tkv_config cfg = config_of(presets[i], dim);
             rig r;
             if (i == 4) cfg.group_size = dim == 64 ? 64 : 32;
-            if (!rig_open(&r, &cfg)) return;
-            CHECK_EQ(tkvcu_export(r.cu, 0, r.kv, 0, NULL), TKV_OK); /* the tables of equal shares */
-            grow(&r, 0, 470, 1);
-            grow(&r, 1, 200, 1);
-            same(&r, 0, 0, 470);
+            if (rig_alike(&r, &cfg)) {
+                grow(&r, 0, 470, 1);
+                grow(&r, 1, 200, 1); /* another sequence, of another length */
+                same(&r, 0, 0, 470);
+                CHECK(r.cu->view[0].list[0].archive > 0 && r.cu->view[0].list[0].warm == 2);
+            }
             rig_close(&r);
         }
+}
+
+TEST(append_in_other_plans) {
+    static const struct {
+        int sinks, hot, warm, group, fit, step;
+        tkv_format exact, k[2], v[2];
+    } plan[] = {
+        {TKV_NONE, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
+        {64, 128, TKV_NONE, 32, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
+        {5, TKV_NONE, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
+        {4, TKV_ALL, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
+        {4, 64, TKV_ALL, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
+    };
+    size_t i;
+    for (i = 0; i < sizeof plan / sizeof *plan; i++) {
+        tkv_config cfg = config_of(NULL, 64);
+        rig r;
+        cfg.sink_tokens = plan[i].sinks;
+        cfg.hot_tokens = plan[i].hot;
+        cfg.warm_tokens = plan[i].warm;
+        cfg.group_size = plan[i].group;
+        cfg.fit = plan[i].fit;
+        cfg.hot.k = cfg.hot.v = plan[i].exact;
+        cfg.warm.k = plan[i].k[0];
+        cfg.warm.v = plan[i].v[0];
+        cfg.archive.k = plan[i].k[1];
+        cfg.archive.v = plan[i].v[1];
+        if (rig_alike(&r, &cfg)) {
+            r.step = plan[i].step;
+            grow(&r, 1, 500, 1);
+        }
+        rig_close(&r);
+    }
+}
+
+/* Learned tables, a prompt in large chunks, layers that share and that have none. */
+TEST(import_and_export) {
+    int i, dim;
+    for (i = 0; i < PRESETS; i++)
+        for (dim = 64; dim <= 128; dim += 64) {
+            tkv_config cfg = config_of(presets[i], dim);
+            std::vector<float> k((size_t)(128 * dim)), q((size_t)(4 * dim)), out(q.size());
+            tkv_layer_config layers[4];
+            tkv_cache *back = NULL;
+            rig r;
+            int n, layer;
+            memset(layers, 0, sizeof layers);
+            layers[1].share_kv = 1;
+            layers[2].no_cache = 1;
+            layers[3].sink_tokens = TKV_NONE;
+            cfg.n_layers = 4;
+            cfg.layers = layers;
+            if (rig_open(&r, &cfg)) {
+                for (n = 0; n < 640; n += 64)
+                    for (layer = 0; layer < 4; layer += 3) {
+                        tokens(&r, k.data(), k.data(), 64);
+                        CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 64), TKV_OK);
+                        tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
+                        CHECK_EQ(tkv_attend(r.kv, 0, layer, q.data(), 1, out.data()), TKV_OK);
+                    }
+                CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK); /* no second table on the host */
+                CHECK_EQ(tkvcu_import(r.cu, 1, r.kv, 0, NULL), TKV_OK);
+                for (layer = 0; layer < 4; layer += 3) CHECK_EQ(r.cu->view[layer].list[1].len, 640);
+                CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
+                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_OK);
+                CHECK_EQ(tkv_check(back, NULL, 0), TKV_OK);
+                for (layer = 0; layer < 4; layer += 3) {
+                    const tkvi_list *a = tkvi_list_of(r.kv, 0, layer), *b = tkvi_list_of(back, 1, layer);
+                    CHECK_EQ(a->len, b->len);
+                    CHECK(a->n == b->n && a->sinks == b->sinks && a->archive == b->archive &&
+                          a->warm == b->warm);
+                    for (n = 0; n < a->n; n++) {
+                        const tkvi_block *x = &r.kv->pool.block[tkvi_ids(r.kv, 0, layer)[n]];
+                        const tkvi_block *y = &back->pool.block[tkvi_ids(back, 1, layer)[n]];
+                        CHECK_EQ(x->coding, y->coding);
+                        CHECK_EQ(x->start, y->start);
+                        CHECK_MEM(tkvi_block_bytes(&r.kv->pool, x), tkvi_block_bytes(&back->pool, y),
+                                  r.kv->tables.coding[x->coding].bytes.total);
+                    }
+                }
+                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_ERR_STATE); /* not empty any more */
+                tkv_destroy(back);
+            }
+            rig_close(&r);
+        }
+}
+
+/* Import in the middle, then both go on. */
+TEST(goes_on_after_import) {
+    int i;
+    for (i = 0; i < PRESETS; i += 2) {
+        tkv_config cfg = config_of(presets[i], 64);
+        rig r;
+        if (rig_alike(&r, &cfg)) {
+            std::vector<float> k((size_t)(64 * 2 * 64));
+            int n, layer;
+            for (n = 0; n < 300; n += 60)
+                for (layer = 0; layer < 2; layer++) {
+                    tokens(&r, k.data(), k.data(), 60);
+                    CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 60), TKV_OK);
+                }
+            CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
+            same(&r, 0, 0, 300);
+            grow(&r, 0, 520, 1);
+        }
+        rig_close(&r);
+    }
+}
+
+TEST(types_of_input) {
+    int type;
+    for (type = TKV_TYPE_F32; type <= TKV_TYPE_BF16; type++) {
+        tkv_config cfg = config_of("kivi", 64);
+        tkv_append_params p;
+        std::vector<uint8_t> x(4 * 2 * 64 * 4);
+        std::vector<int32_t> map = {0, -5};
+        rig r;
+        int i, step;
+        if (rig_open(&r, &cfg)) {
+            memset(&p, 0, sizeof p);
+            p.n = 4;
+            p.k = p.v = x.data();
+            p.k_type = p.v_type = (tkv_type)type;
+            for (step = 0; step < 80; step++)
+                for (p.layer = 0; p.layer < 2; p.layer++) {
+                    for (i = 0; i < 4 * 2 * 64; i++)
+                        tkvi_save_element(x.data(), (tkv_type)type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
+                    for (i = 0; i < 4 * 2 * 64; i++) { /* a half can become infinite */
+                        const float y = tkvi_element(x.data(), (tkv_type)type, i);
+                        if (!tkvi_is_finite(y)) tkvi_save_element(x.data(), (tkv_type)type, i, 0.0f);
+                    }
+                    CHECK_EQ(tkv_append_ex(r.kv, &p), TKV_OK);
+                    CHECK_EQ(
+                        tkvcu_append(r.cu, p.layer, x.data(), x.data(), (tkv_type)type, 4, map.data(), NULL),
+                        TKV_OK);
+                }
+            same(&r, 0, 0, 320);
+        }
+        rig_close(&r);
+    }
+}
+
+TEST(trim) {
+    tkv_config cfg = config_of("balanced", 64);
+    rig r;
+    int32_t to[2] = {-1, -1};
+    uint32_t word = 0;
+    if (rig_alike(&r, &cfg)) {
+        grow(&r, 0, 300, 0);
+        grow(&r, 1, 20, 0);
+        to[0] = 290; /* in the hot tier */
+        to[1] = 2;   /* among the sinks */
+        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        CHECK_EQ(tkv_truncate(r.kv, 0, 290), TKV_OK);
+        CHECK_EQ(tkv_truncate(r.kv, 1, 2), TKV_OK);
+        same(&r, 0, 0, 290);
+        same(&r, 1, 1, 2);
+        to[0] = 400; /* longer: nothing */
+        to[1] = -1;
+        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        same(&r, 0, 0, 290);
+        grow(&r, 0, 400, 1);
+        grow(&r, 1, 200, 1);
+        CHECK_EQ(tkv_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
+        to[0] = 100;
+        to[1] = 0; /* a new sequence */
+        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        CHECK_EQ(tkv_reset(r.kv, 1), TKV_OK);
+        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
+        CHECK_EQ(word, TKVCU_WORD_INEXACT);
+        same(&r, 0, 0, 400);
+        same(&r, 1, 1, 0);
+        grow(&r, 1, 250, 1);
+    }
+    rig_close(&r);
+}
+
+TEST(full_and_not_finite) {
+    tkv_config cfg = config_of("compact", 64);
+    std::vector<float> x((size_t)(2 * 64 * 2 * 64), 1.0f);
+    int32_t map[2] = {0, -1}, lengths[2] = {-9, -9};
+    uint32_t word = 0;
+    rig r;
+    cfg.max_tokens = 210;
+    if (rig_alike(&r, &cfg)) {
+        grow(&r, 0, 205, 1);
+        CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 6, map, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
+        CHECK_EQ(word, TKVCU_WORD_FULL);
+        same(&r, 0, 0, 205);
+        grow(&r, 0, 210, 1);
+        CHECK_EQ(tkvcu_append(r.cu, 1, x.data(), x.data(), TKV_TYPE_F32, 1, map, NULL), TKV_OK);
+        map[0] = 2;
+        CHECK_EQ(tkvcu_append(r.cu, 1, x.data(), x.data(), TKV_TYPE_F32, 1, map, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
+        CHECK_EQ(word, TKVCU_WORD_FULL | TKVCU_WORD_SEQUENCE);
+        same(&r, 0, 0, 210);
+        /* the whole batch: sequence 0 is full, 1 has a NaN in one head's v */
+        x[64 + 64 * 2] = tkv_test_float(0x7fc00001u);
+        CHECK_EQ(tkvcu_append(r.cu, 0, x.data() + 64 * 2 * 64, x.data(), TKV_TYPE_F32, 1, NULL, NULL),
+                 TKV_OK);
+        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
+        CHECK_EQ(word, TKVCU_WORD_FULL | TKVCU_WORD_NOT_FINITE);
+        CHECK_EQ(tkvcu_lengths(r.cu, 0, lengths, NULL), TKV_OK);
+        CHECK_EQ(lengths[0], 210);
+        CHECK_EQ(lengths[1], 0);
+        same(&r, 1, 1, 0);
+        grow(&r, 1, 130, 1);
+    }
+    rig_close(&r);
+}
+
+TEST(saturates_when_asked) {
+    tkv_config cfg = config_of("kivi", 64);
+    std::vector<float> x((size_t)(64 * 2 * 64));
+    int32_t map[2] = {-1, 0};
+    rig r;
+    int i, step;
+    cfg.nonfinite = TKV_NONFINITE_SATURATE;
+    if (rig_open(&r, &cfg)) {
+        for (step = 0; step < 4; step++) {
+            tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
+            for (i = 0; i < 64 * 2 * 64; i += 97)
+                x[(size_t)i] = tkv_test_float(i % 2 ? 0x7fc00000u : i % 4 ? 0x7f800000u : 0xff800000u);
+            for (i = 0; i < 2; i++) {
+                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
+                CHECK_EQ(tkvcu_append(r.cu, i, x.data() - 64 * 2 * 64, x.data() - 64 * 2 * 64, TKV_TYPE_F32,
+                                      64, map, NULL),
+                         TKV_OK);
+            }
+        }
+        same(&r, 0, 0, 256);
+    }
+    rig_close(&r);
+}
+
+TEST(configs) {
+    struct {
+        const char *say;
+        int status;
+        tkv_config cfg;
+    } bad[12];
+    const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}};
+    tkvcu_desc desc = {NULL, 0, 0, 0};
+    size_t a = 0, b = 0, a2 = 0, b2 = 0;
+    char why[160];
+    int i;
+    for (i = 0; i < 12; i++) {
+        bad[i].cfg = config_of("balanced", 128);
+        bad[i].status = TKVCU_ERR_UNSUPPORTED;
+    }
+    bad[0].cfg.head_dim = 96, bad[0].say = "head_dim must be 64 or 128";
+    bad[1].cfg.v_head_dim = 64, bad[1].say = "v_head_dim must be head_dim";
+    bad[2].cfg.n_heads = 34, bad[2].say = "16 query heads";
+    bad[3].cfg.budget_bytes = 1 << 28, bad[3].say = "budget";
+    bad[4].cfg.ladder = &ladder, bad[4].cfg.n_levels = 1, bad[4].say = "ladder";
+    bad[5].cfg.n_anchors = 2, bad[5].say = "anchors";
+    bad[6].cfg.remat = 1, bad[6].say = "recomputation";
+    bad[7].cfg.quality_heads = 1, bad[7].say = "meter";
+    bad[8].cfg.allocation_unit = 4, bad[8].say = "cfg.allocation_unit = 16, layer 0";
+    bad[9].cfg.hot.k = TKV_F32, bad[9].say = "not read here, layer 0";
+    bad[10].cfg.archive.k = TKV_SQUAT2, bad[10].say = "not read here, layer 0";
+    bad[11].cfg.max_tokens = 0, bad[11].say = "max_tokens is 0", bad[11].status = TKV_ERR_CONFIG;
+    for (i = 0; i < 12; i++) {
+        desc.cfg = &bad[i].cfg;
+        CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), bad[i].status);
+        CHECK_MSG(strstr(why, bad[i].say), "\"%s\" has no \"%s\"", why, bad[i].say);
+        CHECK(a == 0 && b == 0);
+    }
+    desc.max_tokens = 4096; /* instead of the config's */
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKV_OK);
+    desc.max_tokens = 8192;
+    CHECK_EQ(tkvcu_query(&desc, &a2, &b2, why, 0), TKV_OK);
+    CHECK(a2 > a && a2 < 2 * a && b2 == b);
+    desc.n_seqs = 65536;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKVCU_ERR_UNSUPPORTED);
+    desc.n_seqs = -1;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    desc.n_seqs = 0;
+    desc.max_queries = 9;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    CHECK(strstr(why, "max_queries is 9") != NULL);
+}
+
+TEST(wrong_arguments) {
+    tkv_config cfg = config_of("balanced", 64), other = cfg;
+    tkvcu_desc desc = {&cfg, 0, 0, 2};
+    std::vector<float> x(4096, 1.0f);
+    std::vector<uint8_t> before;
+    tkv_cache *kv = NULL;
+    tkvcu *cu = NULL, *const untouched = NULL;
+    tkvcu_attend_params p = {0.0f, 0.0f, 0, NULL};
+    int32_t n[2] = {0, 0};
+    uint32_t word = 0;
+    size_t a = 0, b = 0;
+    rig r;
+    CHECK_EQ(tkvcu_query(NULL, &a, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
+    if (!rig_open(&r, &cfg)) return;
+    before.assign(r.cache.mem, r.cache.mem + r.cache.bytes + 2 * BORDER);
+    CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_CAPACITY);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
+    CHECK(cu == untouched);
+    CHECK_EQ(tkvcu_append(NULL, 0, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, -1, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 2, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, NULL, x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), NULL, TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), (tkv_type)3, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 0, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 65, NULL, NULL), TKV_ERR_ARG);
+    CHECK_STR(tkvcu_last_error(r.cu), "n_tokens is 65; it must be 1 to 64, cfg.max_append at most");
+    CHECK_EQ(tkvcu_attend(NULL, 0, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 2, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, NULL, TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, NULL, NULL, NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 9, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    p.softcap = -1.0f;
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, &p, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_trim(NULL, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_trim(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(NULL, 0, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(r.cu, 2, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(r.cu, 0, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_status(NULL, &word, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_status(r.cu, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_tables(NULL, r.kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_tables(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(NULL, 0, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(r.cu, 2, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, -1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export(r.cu, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export(r.cu, 0, r.kv, 2, NULL), TKV_ERR_ARG);
+    other.hot_tokens = 128;
+    CHECK_EQ(tkv_create(&other, &kv), TKV_OK);
+    CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
+    CHECK_STR(tkvcu_last_error(r.cu), "the cache has another plan: the tiers' lengths");
+    tkv_destroy(kv);
+    CHECK(memcmp(before.data(), r.cache.mem, before.size()) ==
+          0); /* nothing of all that has changed a byte */
+    rig_close(&r);
+}
+
+/* What a host's cache can hold and the device cannot. */
+TEST(import_refuses) {
+    tkv_config cfg = config_of("balanced", 64), wide;
+    std::vector<float> x((size_t)(512 * 2 * 64));
+    tkv_cache *kv = NULL;
+    rig r;
+    if (rig_open(&r, &cfg)) {
+        tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
+        CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 64), TKV_OK);
+        CHECK_EQ(tkv_append(r.kv, 0, 1, x.data(), x.data(), 64), TKV_OK);
+        CHECK_EQ(tkv_begin(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkv_abort(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_flush(r.kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 3), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_last_error(r.cu), "a flush made a block short");
+        wide = cfg;
+        wide.max_append = 512;
+        wide.window = 128;
+        CHECK_EQ(tkv_create(&wide, &kv), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 512), TKV_OK); /* hot until the next append */
+        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CAPACITY);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_last_error(r.cu), "blocks were dropped behind a window");
+        tkv_destroy(kv);
+    }
+    rig_close(&r);
+}
+
+/* Once blocks may be coded with a table, another one cannot take its number. */
+TEST(tables) {
+    tkv_config cfg = config_of("balanced", 64);
+    std::vector<float> x((size_t)(64 * 2 * 64));
+    std::vector<uint8_t> table(1 << 16);
+    size_t bytes = 0;
+    rig r, other;
+    int n;
+    if (rig_open(&r, &cfg) && rig_open(&other, &cfg)) {
+        for (n = 0; n < 640; n += 64) {
+            tokens(&r, x.data(), x.data(), 64);
+            CHECK_EQ(tkv_append(r.kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
+        }
+        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
+        CHECK_EQ(tkv_calibration_save(r.kv, table.data(), table.size(), &bytes), TKV_OK);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
+        CHECK_EQ(tkv_reset(r.kv, 0), TKV_OK);
+        grow(&r, 0, 400, 1); /* both encode by what was learned */
+        CHECK_EQ(tkv_calibration_load(other.kv, table.data(), bytes), TKV_OK);
+        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_OK); /* that has the same tables */
+        grow(&other, 1, 64, 0);
+        CHECK_EQ(tkvcu_tables(other.cu, r.kv, NULL), TKV_ERR_STATE);
+        CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
+                                              "over tables before the first append");
+        CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+    }
+    rig_close(&r);
+    rig_close(&other);
+}
+
+TEST(texts) {
+    CHECK_STR(tkvcu_strerror(TKV_OK), tkv_status_text(TKV_OK));
+    CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_status_text(TKV_ERR_NOMEM));
+    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_CUDA), "CUDA") != NULL);
+    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_UNSUPPORTED), "cannot") != NULL);
+    CHECK_STR(tkvcu_strerror(1), "not a status");
+    CHECK_STR(tkvcu_strerror(-99), "not a status");
+    CHECK_STR(tkvcu_last_error(NULL), "");
 }
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(append_is_the_hosts);
+    RUN(append_in_other_plans);
+    RUN(import_and_export);
+    RUN(goes_on_after_import);
+    RUN(types_of_input);
+    RUN(trim);
+    RUN(full_and_not_finite);
+    RUN(saturates_when_asked);
+    RUN(configs);
+    RUN(wrong_arguments);
+    RUN(import_refuses);
+    RUN(tables);
+    RUN(texts);
     return tkv_test_end();
 }

@@ -45,6 +45,13 @@ static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, c
     return status;
 }
 
+static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    tkvi_say(&t, which);
+    return status;
+}
+
 /* What the runtime said. */
 static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
     return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);

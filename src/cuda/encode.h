@@ -3,7 +3,7 @@
  * tieredkv.h, a thread for each column of K, token of V, or tile. So the bytes are those of the host.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_fma.py looks at what it
+ * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_build.py looks at what it
  * makes of them).
  */
 #ifndef TKVCU_ENCODE_H

@@ -39,9 +39,10 @@ static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
     if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
         what = "group_size or allocation_unit";
     for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
-    if (what) return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache has another plan:", 0, what);
+    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
     what = tkvcu_config_fault(&b->cfg);
-    return what ? tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, "the cache has", 0, what) : TKV_OK;
+    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+                : TKV_OK;
 }
 
 /* >>tables */

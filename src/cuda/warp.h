@@ -21,7 +21,8 @@
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
  * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -94,7 +95,9 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
     return x;
 }
 
-TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) { return __byte_perm(a, b, select); }
+TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
+    return __byte_perm(a, b, select);
+}
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
