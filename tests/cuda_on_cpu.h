@@ -198,8 +198,21 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
             }
 }
 
+/* Work of a stream: at once, or into the graph that is being captured. */
+static std::vector<std::function<void()>> *cpu_capture;
+
+static void cpu_work(const std::function<void()> &what) {
+    if (cpu_capture) cpu_capture->push_back(what);
+    else what();
+}
+
+template <class... P, class... A>
+static void cpu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args) {
+    cpu_work([=]() { cpu_launch(grid, block, shared, [=]() { kernel(args...); }); });
+}
+
 #define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
-    ((void)(stream), cpu_launch((grid), (block), (shared), [&]() { kernel(__VA_ARGS__); }))
+    ((void)(stream), cpu_start((kernel), (grid), (block), (shared), __VA_ARGS__))
 #define TKVCU_SHARED(type, name) type *name = (type *)(void *)cpu_shared
 
 /* >>barriers, votes, shuffles */
@@ -434,7 +447,7 @@ template <int N> static inline void tkvcu_cp_async_wait(void) {
     f->copies.resize(kept);
 }
 
-/* >>the runtime: what the host side calls */
+/* >>the runtime: what the host side, examples and tests call */
 typedef int cudaError_t;
 typedef struct CUstream_st *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
@@ -450,22 +463,50 @@ typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribu
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 static inline cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+static inline cudaError_t cudaMalloc(void **p, size_t n) {
+    *p = aligned_alloc(256, (n + 255) / 256 * 256);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t cudaFree(void *p) {
+    free(p);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
+    memcpy(to, from, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemset(void *p, int x, size_t n) {
+    memset(p, x, n);
+    return cudaSuccess;
+}
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
                                           cudaStream_t) {
-    memcpy(to, from, n);
+    cpu_work([=]() { memcpy(to, from, n); });
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t from_pitch,
                                             size_t n, size_t rows, cudaMemcpyKind, cudaStream_t) {
-    for (size_t i = 0; i < rows; i++) memcpy((char *)to + i * pitch, (const char *)from + i * from_pitch, n);
+    cpu_work([=]() {
+        for (size_t i = 0; i < rows; i++)
+            memcpy((char *)to + i * pitch, (const char *)from + i * from_pitch, n);
+    });
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void *p, int x, size_t n, cudaStream_t) {
-    memset(p, x, n);
+    cpu_work([=]() { memset(p, x, n); });
     return cudaSuccess;
 }
+static inline cudaError_t cudaStreamCreate(cudaStream_t *s) {
+    *s = NULL;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceCount(int *n) {
+    *n = 1;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaGetDevice(int *d) {
     *d = 0;
     return cudaSuccess;
@@ -478,6 +519,36 @@ static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, i
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
 template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
     *n = 1;
+    return cudaSuccess;
+}
+
+/* >>graphs: what was put into a stream, with its arguments as they were */
+typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
+typedef enum { cudaStreamCaptureModeThreadLocal = 1 } cudaStreamCaptureMode;
+
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    cpu_capture = new std::vector<std::function<void()>>;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
+    *g = cpu_capture;
+    cpu_capture = NULL;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) {
+    *e = new std::vector<std::function<void()>>(*g);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
+    for (const auto &what : *e) what();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+    delete g;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    delete e;
     return cudaSuccess;
 }
 

@@ -1,43 +1,74 @@
 /*
- * tieredkv_cuda.cu as a whole, on a processor (cuda_on_cpu.h): sizes, transfer, appending, cuts, errors.
+ * tieredkv_cuda.cu as a whole: sizes, transfer, appending, attention, graphs, cuts, errors. On a processor
+ * (cuda_on_cpu.h), or on a GPU:
  *
  *     g++ -std=c++17 -O1 tests/test_cuda_cache.cpp -o test_cuda_cache -lm
+ *     nvcc -O3 -arch=native -x cu tests/test_cuda_cache.cpp -o gpu_check         make gpu-check
  *
- * What the device holds is compared byte for byte with a cache of tieredkv.h that was given the same tokens.
+ * What the device holds is compared byte for byte with a cache of tieredkv.h that was given the same tokens; attention
+ * with its slow definition. All device memory is poisoned first and has borders that must stay as they are.
  */
+#ifndef __CUDACC__
 #include "cuda_on_cpu.h"
+#endif
 #include "../tieredkv_cuda.cu"
 #include "tkv_test.h"
 
-/* >>a cache on both sides */
+#include <vector>
+
+/* >>device memory */
 enum { BORDER = 256, POISON = 0xff, FENCE = 0xa5 };
 
-typedef struct arena {
+static std::vector<uint8_t> fetch(const void *p, size_t n) {
+    std::vector<uint8_t> x(n);
+    CHECK_EQ(cudaMemcpy(x.data(), p, n, cudaMemcpyDeviceToHost), cudaSuccess);
+    return x;
+}
+
+template <class T> static T fetched(const T *p) {
+    T x;
+    CHECK_EQ(cudaMemcpy(&x, p, sizeof x, cudaMemcpyDeviceToHost), cudaSuccess);
+    return x;
+}
+
+typedef struct arena { /* between two borders */
     uint8_t *mem;
     size_t bytes;
 } arena;
 
 static arena arena_of(size_t bytes) {
     arena a;
+    void *p = NULL;
+    CHECK_EQ(cudaMalloc(&p, bytes + 2 * BORDER), cudaSuccess);
+    CHECK_EQ(cudaMemset(p, FENCE, bytes + 2 * BORDER), cudaSuccess);
+    a.mem = (uint8_t *)p + BORDER;
     a.bytes = bytes;
-    a.mem = (uint8_t *)aligned_alloc(BORDER, (bytes + BORDER - 1) / BORDER * BORDER + 2 * BORDER);
-    memset(a.mem, FENCE, BORDER);
-    memset(a.mem + BORDER, POISON, bytes);
-    memset(a.mem + BORDER + bytes, FENCE, BORDER);
+    CHECK_EQ(cudaMemset(a.mem, POISON, bytes), cudaSuccess);
     return a;
 }
 
-static int fenced(const arena *a) {
+static int arena_close(arena *a) { /* 1: nobody was beyond the borders */
+    std::vector<uint8_t> low, high;
     size_t i, whole = 0;
-    for (i = 0; i < BORDER; i++) whole += a->mem[i] == FENCE && a->mem[BORDER + a->bytes + i] == FENCE;
+    if (!a->mem) return 1;
+    low = fetch(a->mem - BORDER, BORDER);
+    high = fetch(a->mem + a->bytes, BORDER);
+    for (i = 0; i < BORDER; i++) whole += low[i] == FENCE && high[i] == FENCE;
+    (void)cudaFree(a->mem - BORDER);
     return whole == BORDER;
 }
 
+static void put(const arena *a, const void *x, size_t n) {
+    CHECK_LE(n, a->bytes);
+    CHECK_EQ(cudaMemcpy(a->mem, x, n, cudaMemcpyHostToDevice), cudaSuccess);
+}
+
+/* >>a cache on both sides */
 typedef struct rig {
     tkv_config cfg;
     tkv_cache *kv;
     tkvcu *cu;
-    arena cache, work;
+    arena cache, work, k, v, map; /* k, v: 64 tokens of each sequence */
     tkv_rng rng;
     int step; /* tokens of an append at most */
 } rig;
@@ -51,19 +82,15 @@ static tkv_config config_of(const char *preset, int head_dim) {
     cfg.max_seqs = 2;
     cfg.max_tokens = 700;
     cfg.max_append = 64;
-    cfg.warm_tokens = 128;
     cfg.allocation_unit = 16;
-    cfg.isa = tkv_test_isa();
-    if (preset) {
-        CHECK_EQ(tkv_config_preset(&cfg, preset), TKV_OK);
-        cfg.warm_tokens = 128;
-    }
+    if (preset) CHECK_EQ(tkv_config_preset(&cfg, preset), TKV_OK);
+    cfg.warm_tokens = 128;
     return cfg;
 }
 
 static int rig_open(rig *r, const tkv_config *cfg) {
     tkvcu_desc desc = {cfg, 0, 0, 8};
-    size_t cache = 0, work = 0;
+    size_t cache = 0, work = 0, row = (size_t)(cfg->n_kv_heads * cfg->head_dim) * sizeof(float);
     char why[160];
     int st;
     memset(r, 0, sizeof *r);
@@ -75,24 +102,29 @@ static int rig_open(rig *r, const tkv_config *cfg) {
     if (st) return 0;
     r->cache = arena_of(cache);
     r->work = arena_of(work);
-    CHECK_EQ(tkvcu_create(&desc, r->cache.mem + BORDER, cache, r->work.mem + BORDER, work, NULL, &r->cu),
-             TKV_OK);
+    r->k = arena_of(row * 64 * (size_t)cfg->max_seqs);
+    r->v = arena_of(row * 64 * (size_t)cfg->max_seqs);
+    r->map = arena_of((size_t)cfg->max_seqs * sizeof(int32_t));
+    CHECK_EQ(tkvcu_create(&desc, r->cache.mem, cache, r->work.mem, work, NULL, &r->cu), TKV_OK);
     CHECK_EQ(tkv_create(cfg, &r->kv), TKV_OK);
     return r->cu && r->kv;
 }
 
-static void rig_close(rig *r) {
+/* The bits that the device has set, which are cleared. */
+static uint32_t word_of(const rig *r) {
     uint32_t word = 99;
-    if (r->cu) {
-        CHECK_EQ(tkvcu_status(r->cu, &word, 0, NULL), TKV_OK);
-        CHECK_EQ(word, 0);
-        CHECK(fenced(&r->cache) && fenced(&r->work));
-    }
+    CHECK_EQ(tkvcu_status(r->cu, &word, 1, NULL), TKV_OK);
+    CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
+    return word;
+}
+
+static void rig_close(rig *r) {
+    if (r->cu) CHECK_EQ(word_of(r), 0);
     if (r->kv) CHECK_EQ(tkv_check(r->kv, NULL, 0), TKV_OK);
+    CHECK(arena_close(&r->cache) & arena_close(&r->work));
+    CHECK(arena_close(&r->k) & arena_close(&r->v) & arena_close(&r->map));
     tkvcu_destroy(r->cu);
     tkv_destroy(r->kv);
-    free(r->cache.mem);
-    free(r->work.mem);
 }
 
 /* Keys with channels of different sizes and means, some of them flat for a while. */
@@ -117,25 +149,23 @@ static void same(const rig *r, int host_seq, int seq, int n) {
         const tkvcu_view *v = &r->cu->view[layer];
         const tkvi_list *list = tkvi_list_of(r->kv, host_seq, layer);
         const uint32_t *ids = tkvi_ids(r->kv, host_seq, layer);
+        const tkvcu_list state = fetched(&v->list[seq]);
         CHECK_EQ(list->len, n);
-        CHECK_EQ(v->list[seq].len, n);
-        CHECK_EQ(v->list[seq].archive, list->archive);
-        CHECK_EQ(v->list[seq].warm, list->warm);
-        CHECK_EQ(v->list[seq].step, 0);
+        CHECK_EQ(state.len, n);
+        CHECK_EQ(state.archive, list->archive);
+        CHECK_EQ(state.warm, list->warm);
+        CHECK_EQ(state.step, 0);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = &r->kv->pool.block[ids[i]];
             const int region = tkvcu_region_of(list, i, &block);
-            const uint8_t *x = tkvi_block_bytes(&r->kv->pool, b), *y = tkvcu_block_at(v, region, seq, block);
-            const int version = region < TKVCU_SINKS ? v->version[seq * v->max_blocks + block] : 0;
+            const uint8_t *x = tkvi_block_bytes(&r->kv->pool, b);
+            const std::vector<uint8_t> y = fetch(tkvcu_block_at(v, region, seq, block), v->block[region]);
             for (h = 0; h < r->cfg.n_kv_heads; h++)
                 for (which = 0; which < 2; which++) {
                     const tkvi_record *rec = &r->kv->tables.coding[b->coding].record[h];
                     const tkvi_side *s = which ? &rec->v : &rec->k;
-                    const tkvcu_side *d = tkvcu_side_at(v, version, region, h, which);
                     const size_t at = rec->at + (which ? rec->v_at : 0);
-                    CHECK_EQ(d->at, at);
-                    CHECK_EQ(d->bytes, s->bytes);
-                    CHECK_MSG(memcmp(x + at, y + at, s->bytes) == 0,
+                    CHECK_MSG(memcmp(x + at, y.data() + at, s->bytes) == 0,
                               "%s, layer %d, block %d, head %d, %s, length %d", s->format->name, layer, i, h,
                               which ? "v" : "k", n);
                 }
@@ -146,16 +176,20 @@ static void same(const rig *r, int host_seq, int seq, int n) {
 /* The same tokens for both, in chunks of 1 to step, in each layer; compares where blocks have moved. */
 static void grow(rig *r, int seq, int to, int compare) {
     const size_t row = (size_t)(r->cfg.n_kv_heads * r->cfg.head_dim);
-    std::vector<float> k(row * 64 * 2), v(row * 64 * 2);
-    std::vector<int32_t> map((size_t)r->cu->n_seqs, -1);
+    std::vector<float> k(row * 64), v(row * 64);
+    std::vector<int32_t> map((size_t)r->cfg.max_seqs, -1);
     int layer, len = tkv_seq_len(r->kv, seq);
     map[0] = seq;
+    put(&r->map, map.data(), map.size() * sizeof(int32_t));
     while (len < to) {
         const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, r->step));
         for (layer = 0; layer < r->cfg.n_layers; layer++) {
             tokens(r, k.data(), v.data(), n);
+            put(&r->k, k.data(), row * (size_t)n * sizeof(float));
+            put(&r->v, v.data(), row * (size_t)n * sizeof(float));
             CHECK_EQ(tkv_append(r->kv, seq, layer, k.data(), v.data(), n), TKV_OK);
-            CHECK_EQ(tkvcu_append(r->cu, layer, k.data(), v.data(), TKV_TYPE_F32, n, map.data(), NULL),
+            CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->v.mem, TKV_TYPE_F32, n,
+                                  (int32_t *)(void *)r->map.mem, NULL),
                      TKV_OK);
         }
         len += n;
@@ -185,7 +219,7 @@ TEST(append_is_the_hosts) {
                 grow(&r, 0, 470, 1);
                 grow(&r, 1, 200, 1); /* another sequence, of another length */
                 same(&r, 0, 0, 470);
-                CHECK(r.cu->view[0].list[0].archive > 0 && r.cu->view[0].list[0].warm == 2);
+                CHECK(tkvi_list_of(r.kv, 0, 0)->archive > 0 && tkvi_list_of(r.kv, 0, 0)->warm == 2);
             }
             rig_close(&r);
         }
@@ -251,7 +285,7 @@ TEST(import_and_export) {
                     }
                 CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK); /* no second table on the host */
                 CHECK_EQ(tkvcu_import(r.cu, 1, r.kv, 0, NULL), TKV_OK);
-                for (layer = 0; layer < 4; layer += 3) CHECK_EQ(r.cu->view[layer].list[1].len, 640);
+                for (layer = 0; layer < 4; layer += 3) CHECK_EQ(fetched(&r.cu->view[layer].list[1]).len, 640);
                 CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
                 CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_OK);
                 CHECK_EQ(tkv_check(back, NULL, 0), TKV_OK);
