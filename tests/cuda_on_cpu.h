@@ -62,7 +62,7 @@ typedef struct cpu_fiber {
     int begun, done;
     const char *waits; /* where it waits; NULL: it can run */
     int block_wide;
-    long met;          /* meeting points passed */
+    long met; /* meeting points passed */
     dim3 thread;
     std::vector<cpu_copy> copies;
     int group; /* of asynchronous copies, the one that is open */
@@ -86,7 +86,9 @@ static void cpu_stop(const char *what) {
     fprintf(stderr, "cuda_on_cpu: %s, block %u %u\n", what, blockIdx.x, blockIdx.y);
     for (i = 0; i < cpu_fibers.size(); i++)
         fprintf(stderr, "  thread %zu: %s\n", i,
-                cpu_fibers[i].done ? "ended" : cpu_fibers[i].waits ? cpu_fibers[i].waits : "runs");
+                cpu_fibers[i].done    ? "ended"
+                : cpu_fibers[i].waits ? cpu_fibers[i].waits
+                                      : "runs");
     abort();
 }
 
@@ -203,6 +205,16 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
 /* >>barriers, votes, shuffles */
 static inline void __syncthreads(void) { cpu_meet("__syncthreads", 1); }
 
+static int cpu_vote; /* of a block */
+static inline int __syncthreads_or(int yes) {
+    cpu_meet("__syncthreads_or", 1); /* all have read the last one */
+    cpu_vote = 0;
+    cpu_meet("__syncthreads_or", 1);
+    cpu_vote |= yes;
+    cpu_meet("__syncthreads_or", 1);
+    return cpu_vote;
+}
+
 static inline void cpu_together(const char *where) {
     if (cpu_lane() == 0) cpu_collectives++;
     cpu_meet(where, 0);
@@ -232,7 +244,9 @@ template <class T> static T cpu_exchange(const char *where, T x, int from) {
     return y;
 }
 
-template <class T> static T __shfl_sync(unsigned, T x, int from) { return cpu_exchange("shfl", x, from & 31); }
+template <class T> static T __shfl_sync(unsigned, T x, int from) {
+    return cpu_exchange("shfl", x, from & 31);
+}
 template <class T> static T __shfl_xor_sync(unsigned, T x, int by) {
     return cpu_exchange("shfl_xor", x, cpu_lane() ^ by);
 }
@@ -309,7 +323,9 @@ static inline uint32_t cpu_to_bfloat(float x) {
 
 /* >>instructions: what src/cuda/warp.h has in PTX */
 static inline uint32_t tkvcu_f16x2(float lo, float hi) { return cpu_to_half(lo) | cpu_to_half(hi) << 16; }
-static inline uint32_t tkvcu_bf16x2(float lo, float hi) { return cpu_to_bfloat(lo) | cpu_to_bfloat(hi) << 16; }
+static inline uint32_t tkvcu_bf16x2(float lo, float hi) {
+    return cpu_to_bfloat(lo) | cpu_to_bfloat(hi) << 16;
+}
 static inline float tkvcu_f16_lo(uint32_t x) { return cpu_half(x & 0xffffu); }
 static inline float tkvcu_f16_hi(uint32_t x) { return cpu_half(x >> 16); }
 static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); }
@@ -345,7 +361,8 @@ static inline float tkvcu_lg2(float x) { return log2f(x); }
 static inline float tkvcu_tanh(float x) { return tanhf(x); }
 
 /* c += a b, a 16 x 16, b 16 x 8: registers as in PTX's mma.m16n8k16. */
-template <class F> static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32_t *b, F value) {
+template <class F>
+static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32_t *b, F value) {
     cpu_slot *w = cpu_warp();
     const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) w[lane].word[i] = a[i];
@@ -419,17 +436,28 @@ template <int N> static inline void tkvcu_cp_async_wait(void) {
 
 /* >>the runtime: what the host side calls */
 typedef int cudaError_t;
-typedef void *cudaStream_t;
+typedef struct CUstream_st *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
-typedef enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice } cudaMemcpyKind;
+typedef enum {
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+} cudaMemcpyKind;
 typedef enum { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 } cudaDeviceAttr;
 typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
 
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 static inline cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
-static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
+static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
+                                          cudaStream_t) {
     memcpy(to, from, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t from_pitch,
+                                            size_t n, size_t rows, cudaMemcpyKind, cudaStream_t) {
+    for (size_t i = 0; i < rows; i++) memcpy((char *)to + i * pitch, (const char *)from + i * from_pitch, n);
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void *p, int x, size_t n, cudaStream_t) {
@@ -448,8 +476,7 @@ static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, i
     return cudaSuccess;
 }
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
-template <class F>
-static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
+template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
     *n = 1;
     return cudaSuccess;
 }

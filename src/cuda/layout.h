@@ -9,10 +9,7 @@
 #ifndef TKVCU_LAYOUT_H
 #define TKVCU_LAYOUT_H
 
-#define TKV_STATIC
-#define TKV_NO_SIMD
-#define TIEREDKV_IMPLEMENTATION
-#include "tieredkv.h"
+#include "api.h"
 
 enum { TKVCU_ARCHIVE, TKVCU_WARM, TKVCU_SINKS, TKVCU_HOT, TKVCU_REGIONS };
 enum { TKVCU_EXACT, TKVCU_KIVI, TKVCU_A, TKVCU_R }; /* how a side is read */
