@@ -1,12 +1,12 @@
 /*
  * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of an
- * (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into equal
- * ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a block take
- * units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and write it to
- * the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the slots up, in
- * order: no atomics, the same bits each time.
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
+ * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
+ * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
+ * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
+ * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
+ * slots up, in order: no atomics, the same bits each time.
  *
  *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
  *     blocks   |    0    |    1    |    2    |    3    |  ...
@@ -30,8 +30,8 @@
 
 #define TKVCU_WARPS 4 /* of a block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 3   /* sides in flight or in use, per warp */
-#define TKVCU_PARTS 3   /* archive, warm, exact */
+#define TKVCU_SLOTS 3        /* sides in flight or in use, per warp */
+#define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
 #define TKVCU_LIFT 8.0f /* weights are 2^8 times what they are: small ones stay normal halves */
@@ -42,8 +42,9 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     void *out;
     float *lse;
     const float *sinks;     /* learned, [n_heads] */
-    const int32_t *entries; /* sequence of each entry; NULL: 0, 1, ... */
-    float *partial;         /* the workspace */
+    const int32_t *entries; /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
+    uint32_t *word;
+    float *partial;                                 /* the workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
     int slot_bytes, meta_bytes; /* shared memory of a warp: a slot of the ring; decoded metadata */
@@ -53,7 +54,7 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
 typedef struct tkvcu_reach { /* of one entry: units of a KV head in each part, and the first that is seen */
     int first;               /* block */
     int units[TKVCU_PARTS];
-    int sinks;               /* of the exact units, those of the sinks */
+    int sinks; /* of the exact units, those of the sinks */
     int len, seq;
 } tkvcu_reach;
 
@@ -64,6 +65,11 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     tkvcu_list list;
     int coded, hot, behind;
     r.seq = j.entries ? j.entries[entry] : entry;
+    if (r.seq < 0 || r.seq >= j.view.n_seqs) {
+        memset(&r, 0, sizeof r);
+        r.seq = -1;
+        return r;
+    }
     list = j.view.list[r.seq];
     coded = list.archive + list.warm;
     r.len = list.len;
@@ -97,7 +103,8 @@ TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
 
 TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
     if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
-    else ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+    else
+        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
 }
 
 TKVCU_DEVICE float tkvcu_from_bits(uint32_t u) {
@@ -129,12 +136,12 @@ TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
 }
 
 /* >>what a block of threads shares, and what a warp has of its own */
-struct alignas(16) tkvcu_meta { /* of a tile of K, channels 0, 2 and 1, 3 */
+struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
     uint32_t scale02, scale13, zero02, zero13;
 };
 
 template <int D, int NT> struct tkvcu_block {
-    tkvcu_words q[D / 16][NT][32];     /* second operands of K's product, in the order of the run's channels */
+    tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
@@ -149,15 +156,15 @@ template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has se
 
 template <int D, int NT, int VG> struct tkvcu_sums {
     tkvcu_part<NT> soft;
-    float o[D / 16][NT][4];  /* channels x columns */
-    float zero[VG][NT][2];   /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
-    int top;                 /* o and zero are in units of 2^top */
+    float o[D / 16][NT][4]; /* channels x columns */
+    float zero[VG][NT][2];  /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
+    int top;                /* o and zero are in units of 2^top */
 };
 
 struct tkvcu_lane {
     int warp, lane, g, t;
     uint8_t *ring;
-    tkvcu_meta *meta;
+    tkvcu_scales *meta;
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
     uint8_t *p;          /* [NT][64 rows][8 columns] halves */
 };
@@ -192,13 +199,13 @@ TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s, int slab) {
 
 /* Scales and zeros of each tile, as halves. A: format_a.h without the static mean. */
 template <int D>
-TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_meta *meta, int lane,
+TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
                                const uint32_t *mantissa) {
     const uint8_t *m = slot + s.code_bytes;
     const int groups = s.kind == TKVCU_KIVI ? 64 / s.group : 1;
     int i;
     for (i = lane; i < groups * (D / 4); i += 32) {
-        tkvcu_meta x;
+        tkvcu_scales x;
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
             const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + groups * 2 * D + 8 * i);
@@ -218,7 +225,7 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_m
                 const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
                 float scale[4], zero[4];
                 int r;
-#pragma unroll
+                TKVCU_UNROLL
                 for (r = 0; r < 4; r++) {
                     const int offset = (int)(int8_t)(uint8_t)(offsets >> 8 * r & 255u);
                     scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
@@ -236,24 +243,24 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_m
 
 /* Slabs first .. first+n-1, all of width W, planes P0 .. P1-1 of them: S += codes (q scale) and zeros. */
 template <int W, int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                              const tkvcu_words *q, const tkvcu_meta *meta, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
+                              const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
+                              int g, int t) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
     float run[4][NT][4], bias[NT][4];
     int i, k, nt;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) {
-            bias[nt][i] = 0.0f;
-            run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        bias[nt][i] = 0.0f;
+        run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
+    }
     for (k = 0; k < n; k++) {
-        const tkvcu_meta m = meta[4 * k + t];
+        const tkvcu_scales m = meta[4 * k + t];
         const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
         uint32_t scaled[NT][2], a[4];
         tkvcu_tile<W> tile;
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
             const uint32_t plain[2] = {x.x, x.y};
@@ -267,7 +274,7 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
 #define TKVCU_PLANE_(P)                                                                                      \
     if (P >= P0 && P < P1) {                                                                                 \
         tkvcu_fragment<W, P>(tile, a);                                                                       \
-        _Pragma("unroll") for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);              \
+        TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                   \
     }
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
@@ -275,19 +282,17 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
         TKVCU_PLANE_(3)
 #undef TKVCU_PLANE_
     }
-#pragma unroll
-    for (k = P0; k < P1; k++)
-#pragma unroll
-        for (nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
+    TKVCU_UNROLL
+    for (k = P0; k < P1; k++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
 }
 
 /* A run of a width that is known when it runs. */
 template <int P0, int P1, int NT>
 TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
-                                const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_meta *meta, int n, int g,
-                                int t) {
+                                const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
+                                int g, int t) {
     if (width == 2) tkvcu_k_run<2, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
     else if (width == 3) tkvcu_k_run<3, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
     else if (width == 4) tkvcu_k_run<4, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
@@ -305,14 +310,13 @@ TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
 /* Planes P0 .. P1-1 of all slabs of a K side. */
 template <int D, int P0, int P1, int NT>
 TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                 const tkvcu_words *q, const tkvcu_meta *meta, int g, int t) {
+                                 const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
     float zero[NT][4];
     tkvcu_tiles at;
     int w, i, nt, done = 0;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) zero[nt][i] = 0.0f;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) zero[nt][i] = 0.0f;
     at.wide = 0;
     at.half = 0;
     if (side.kind == TKVCU_KIVI) {
@@ -330,9 +334,9 @@ TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], cons
             done += n;
         }
         for (; done < D / 16; done++) { /* without bits: means alone */
-            const tkvcu_meta m = meta[4 * done + t];
+            const tkvcu_scales m = meta[4 * done + t];
             const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
-#pragma unroll
+            TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
                 const tkvcu_words x = q[(done * NT + nt) * 32 + 4 * g + t];
                 const uint32_t plain[2] = {x.x, x.y};
@@ -340,12 +344,10 @@ TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], cons
             }
         }
     }
-#pragma unroll
-    for (w = P0; w < P1; w++)
-#pragma unroll
-        for (nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
+    TKVCU_UNROLL
+    for (w = P0; w < P1; w++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
 }
 
 /* >>softmax */
@@ -359,33 +361,31 @@ TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
  * began. */
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
     int nt, i, k, grew = 0;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 2; i++) {
-            float x = most[nt][i];
-            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
-            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
-            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
-            most[nt][i] = x;
-            grew |= x > u.soft.m[nt][i] + 4.0f;
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float x = most[nt][i];
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+        most[nt][i] = x;
+        grew |= x > u.soft.m[nt][i] + 4.0f;
+    }
     if (!__any_sync(0xffffffffu, grew)) return;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 2; i++) {
-            const float m = fmaxf(u.soft.m[nt][i], most[nt][i]), by = tkvcu_ex2(u.soft.m[nt][i] - m);
-            u.soft.m[nt][i] = m;
-            u.soft.l[nt][i] *= by;
-#pragma unroll
-            for (k = 0; k < D / 16; k++) {
-                u.o[k][nt][i] *= by;
-                u.o[k][nt][2 + i] *= by;
-            }
-#pragma unroll
-            for (k = 0; k < VG; k++) u.zero[k][nt][i] *= by;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        const float m = fmaxf(u.soft.m[nt][i], most[nt][i]), by = tkvcu_ex2(u.soft.m[nt][i] - m);
+        u.soft.m[nt][i] = m;
+        u.soft.l[nt][i] *= by;
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) {
+            u.o[k][nt][i] *= by;
+            u.o[k][nt][2 + i] *= by;
         }
+        TKVCU_UNROLL
+        for (k = 0; k < VG; k++) u.zero[k][nt][i] *= by;
+    }
 }
 
 /* >>V */
@@ -397,10 +397,12 @@ TKVCU_DEVICE void tkvcu_v_meta(const tkvcu_side &s, const uint8_t *slot, float *
     int i, k;
     for (i = lane; i < 64 * groups; i += 32) {
         const int plane = i % 16 / 4;
-        const int up = width == 1 ? 6 + plane
-                                  : width == 2 ? 2 + 2 * plane
-                                               : width == 3 ? 1 + 2 * plane
-                                                            : width == 4 ? 2 + plane % 2 * 4 : width == 8 ? 2 : 0;
+        const int up = width == 1   ? 6 + plane
+                       : width == 2 ? 2 + 2 * plane
+                       : width == 3 ? 1 + 2 * plane
+                       : width == 4 ? 2 + plane % 2 * 4
+                       : width == 8 ? 2
+                                    : 0;
         const float undo = tkvcu_from_bits((uint32_t)(127 - up) << 23);
         if (s.kind == TKVCU_R) {
             out[i] = tkvcu_log_value(m[i], 0, mantissa) * undo;
@@ -416,14 +418,14 @@ TKVCU_DEVICE void tkvcu_v_meta(const tkvcu_side &s, const uint8_t *slot, float *
 
 /* Weights p (lane's rows and columns) as second operands of V's product. */
 template <int NT>
-TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_t *memory, uint32_t b[4][NT][2],
-                             int g, int t, int lane) {
+TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_t *memory,
+                             uint32_t b[4][NT][2], int g, int t, int lane) {
     int p, nt, s;
     __syncwarp();
-#pragma unroll
+    TKVCU_UNROLL
     for (p = 0; p < 4; p++) {
         const float x = scale[16 * p + 2 * g], y = scale[16 * p + 2 * g + 1];
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             uint8_t *at = memory + 1024 * nt + 4 * t;
             *(uint32_t *)(void *)(at + 16 * (16 * p + (g ^ 2 * p))) =
@@ -433,39 +435,37 @@ TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_
         }
     }
     __syncwarp();
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (s = 0; s < 4; s += 2) { /* matrices: steps s and s + 1, bytes 0, 2 and 1, 3 */
-            const int odd = lane / 8 % 2, row = 2 * (s + lane / 16) + lane % 2, plane = lane % 8 / 2;
-            uint32_t r[4];
-            tkvcu_ldmatrix_x4_trans(
-                r, memory + 1024 * nt + 16 * (16 * plane + 8 * odd + (row ^ (2 * plane + odd))));
-            b[s][nt][0] = r[0];
-            b[s][nt][1] = r[1];
-            b[s + 1][nt][0] = r[2];
-            b[s + 1][nt][1] = r[3];
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (s = 0; s < 4; s += 2) { /* matrices: steps s and s + 1, bytes 0, 2 and 1, 3 */
+        const int odd = lane / 8 % 2, row = 2 * (s + lane / 16) + lane % 2, plane = lane % 8 / 2;
+        uint32_t r[4];
+        tkvcu_ldmatrix_x4_trans(r,
+                                memory + 1024 * nt + 16 * (16 * plane + 8 * odd + (row ^ (2 * plane + odd))));
+        b[s][nt][0] = r[0];
+        b[s][nt][1] = r[1];
+        b[s + 1][nt][0] = r[2];
+        b[s + 1][nt][1] = r[3];
+    }
 }
 
 /* Slabs first .. first+n-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uint32_t halves, const uint32_t b[4][NT][2],
-                              int rotated, int first, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uint32_t halves,
+                              const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
     float bias[NT][4];
     int i, k, nt;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
-#pragma unroll
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
+    TKVCU_UNROLL
     for (k = 0; k < 4; k++) { /* 1024, or 1024 + middle * factor, is a half exactly: of up to 4 bits */
         const float middle = rotated ? 0.5f * (float)((1 << W) - 1) * (float)(1 << tkvcu_bit<W>(k)) : 0.0f;
         const uint32_t x = tkvcu_f16x2(-1024.0f - middle, -1024.0f - middle), a[4] = {x, x, x, x};
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(bias[nt], a, b[k][nt]);
     }
-#pragma unroll
+    TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
         float sum[NT][4];
         uint32_t a[4];
@@ -473,28 +473,26 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         if (k < first || k >= first + n) continue;
         tkvcu_fetch<W>(tile, slot + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
                        slot + halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
-#pragma unroll
-        for (nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
 #define TKVCU_PLANE_(P)                                                                                      \
     tkvcu_fragment<W, P>(tile, a);                                                                           \
-    _Pragma("unroll") for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
+    TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
         TKVCU_PLANE_(3)
 #undef TKVCU_PLANE_
-#pragma unroll
-        for (nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (i = 0; i < 4; i++) u.o[k][nt][i] += sum[nt][i];
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) u.o[k][nt][i] += sum[nt][i];
     }
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
-                                int rotated, int first, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
+                                const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
     const uint32_t halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(width);
     if (width == 2) tkvcu_v_run<D, 2, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
     else if (width == 3) tkvcu_v_run<D, 3, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
@@ -522,38 +520,35 @@ TKVCU_DEVICE int tkvcu_sees(const tkvcu_job &j, int query, int position) {
 
 /* Logits and weights of a coded unit in place: s[plane][n-tile][row of the lane, column]. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
-                              int position, int g, int t) {
+TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u,
+                              float s[4][NT][4], int position, int g, int t) {
     const int oldest = k.reach.len - j.n_queries;
     const int masked = position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window);
     float most[NT][2];
     int p, nt, i;
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         most[nt][0] = most[nt][1] = TKVCU_NOTHING;
-#pragma unroll
-        for (p = 0; p < 4; p++)
-#pragma unroll
-            for (i = 0; i < 4; i++) {
-                float x = tkvcu_logit(j, s[p][nt][i]);
-                if (masked) {
-                    const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
-                    if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
-                }
-                s[p][nt][i] = x;
-                most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            float x = tkvcu_logit(j, s[p][nt][i]);
+            if (masked) {
+                const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
+                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
             }
+            s[p][nt][i] = x;
+            most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+        }
     }
     tkvcu_follow(u, most);
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (p = 0; p < 4; p++)
-#pragma unroll
-            for (i = 0; i < 4; i++) {
-                s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
-                u.soft.l[nt][i % 2] += s[p][nt][i];
-            }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        u.soft.l[nt][i % 2] += s[p][nt][i];
+    }
 }
 
 /* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
@@ -564,14 +559,13 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const t
     const tkvcu_side &side = b.side[0];
     int p, nt, i;
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) {
-            const float mean = b.mean[8 * nt + 2 * me.t + i % 2];
-#pragma unroll
-            for (p = 0; p < 4; p++) s[p][nt][i] = mean;
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        const float mean = b.mean[8 * nt + 2 * me.t + i % 2];
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) s[p][nt][i] = mean;
+    }
     __syncwarp();
     if (side.kind == TKVCU_KIVI && side.group == 32) {
         tkvcu_k_planes<D, 0, 2, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
@@ -603,18 +597,17 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
         }
     }
     if (side.kind == TKVCU_KIVI) {
-#pragma unroll
+        TKVCU_UNROLL
         for (i = 0; i < VG; i++) {
             const float *zero = me.weights_meta + 64 * (groups + i);
             if (i >= groups) continue;
-#pragma unroll
-            for (p = 0; p < 4; p++)
-#pragma unroll
-                for (nt = 0; nt < NT; nt++) {
-                    const float x = zero[16 * p + 2 * me.g], y = zero[16 * p + 2 * me.g + 1];
-                    u.zero[i][nt][0] += s[p][nt][0] * x + s[p][nt][2] * y;
-                    u.zero[i][nt][1] += s[p][nt][1] * x + s[p][nt][3] * y;
-                }
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) {
+                const float x = zero[16 * p + 2 * me.g], y = zero[16 * p + 2 * me.g + 1];
+                u.zero[i][nt][0] += s[p][nt][0] * x + s[p][nt][2] * y;
+                u.zero[i][nt][1] += s[p][nt][1] * x + s[p][nt][3] * y;
+            }
         }
     }
 }
@@ -631,13 +624,13 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const t
     const int i8 = me.lane % 8, m = me.lane / 8;
     float most[NT][2];
     int c, nt, i;
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[nt][0] = s[nt][1] = s[nt][2] = s[nt][3] = 0.0f;
-#pragma unroll
+    TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
         tkvcu_ldmatrix_x4(a, tkvcu_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = b.q[c][nt][me.lane];
             const uint32_t q[2] = {x.x, x.y};
@@ -651,25 +644,25 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const t
             }
         }
     }
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         most[nt][0] = most[nt][1] = TKVCU_NOTHING;
-#pragma unroll
+        TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
-            const int row = me.g + i / 2 * 8, query = tkvcu_position_of_query(j, k, 8 * nt + 2 * me.t + i % 2);
-            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i])
-                                                                          : TKVCU_NOTHING;
+            const int row = me.g + i / 2 * 8,
+                      query = tkvcu_position_of_query(j, k, 8 * nt + 2 * me.t + i % 2);
+            s[nt][i] =
+                row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
         }
     }
     tkvcu_follow(u, most);
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) {
-            s[nt][i] = tkvcu_ex2(s[nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
-            u.soft.l[nt][i % 2] += s[nt][i];
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        s[nt][i] = tkvcu_ex2(s[nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        u.soft.l[nt][i % 2] += s[nt][i];
+    }
 }
 
 /* Weights of 16 tokens as the second operand. */
@@ -679,13 +672,13 @@ TKVCU_DEVICE void tkvcu_turn_exact(const uint32_t w[NT][2], uint8_t *memory, uin
     uint32_t r[4];
     int nt;
     __syncwarp();
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         *(uint32_t *)(void *)(memory + 1024 * nt + 16 * g + 4 * t) = w[nt][0];
         *(uint32_t *)(void *)(memory + 1024 * nt + 16 * (g + 8) + 4 * t) = w[nt][1];
     }
     __syncwarp();
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         tkvcu_ldmatrix_x4_trans(r, memory + 1024 * nt + 16 * (lane % 16));
         b[nt][0] = r[0];
@@ -699,25 +692,25 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int i8 = me.lane % 8, m = me.lane / 8, bf16 = b.side[1].bf16;
     uint32_t w[NT][2], p[NT][2], low[NT][2];
     int c, nt;
-#pragma unroll
+    TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         w[nt][0] = bf16 ? tkvcu_bf16x2(s[nt][0], s[nt][1]) : tkvcu_f16x2(s[nt][0], s[nt][1]);
         w[nt][1] = bf16 ? tkvcu_bf16x2(s[nt][2], s[nt][3]) : tkvcu_f16x2(s[nt][2], s[nt][3]);
     }
     tkvcu_turn_exact<NT>(w, me.p, p, me.g, me.t, me.lane);
     if (bf16) {
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             w[nt][0] = tkvcu_bf16x2(s[nt][0] - tkvcu_bf16_lo(w[nt][0]), s[nt][1] - tkvcu_bf16_hi(w[nt][0]));
             w[nt][1] = tkvcu_bf16x2(s[nt][2] - tkvcu_bf16_lo(w[nt][1]), s[nt][3] - tkvcu_bf16_hi(w[nt][1]));
         }
         tkvcu_turn_exact<NT>(w, me.p, low, me.g, me.t, me.lane);
     }
-#pragma unroll
+    TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
         tkvcu_ldmatrix_x4_trans(a, tkvcu_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
-#pragma unroll
+        TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             if (bf16) {
                 tkvcu_mma_bf16(u.o[c][nt], a, p[nt]);
@@ -746,7 +739,7 @@ TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, const tkvcu_task &k, tkvcu_b
             const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
             const size_t head = (size_t)(k.head * k.group + column % k.group);
             const size_t at = (row * (size_t)j.view.n_heads + head) * D;
-#pragma unroll
+            TKVCU_UNROLL
             for (r = 0; r < 4; r++) {
                 const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
                 x[r] = tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
@@ -776,7 +769,7 @@ TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, const tkvcu_task &k, tkvcu_b
             for (c = tid % 32; c < D; c += 32)
                 sum += tkvcu_element(j.q, j.type, at + order[c]) * j.view.mean[side.table + c];
         }
-#pragma unroll
+        TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
         if (tid % 32 == 0) b.mean[i] = sum;
     }
@@ -787,20 +780,20 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
     const int by = u.top - top;
     int k, nt, i;
     if (by == 0) return;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 4; i++) {
-#pragma unroll
-            for (k = 0; k < D / 16; k++) u.o[k][nt][i] = ldexpf(u.o[k][nt][i], by);
-        }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) u.o[k][nt][i] = ldexpf(u.o[k][nt][i], by);
+    }
     u.top = top;
 }
 
 /* n units of region `region` from block (coded) or 16 rows (exact) number `first` on; the block's sides are in b. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
-                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, int region, int first, int n) {
+                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, int region, int first,
+                                  int n) {
     const tkvcu_view &view = j.view;
     const uint8_t *bytes = view.bytes[region] + (size_t)k.reach.seq * view.stride[region];
     const int exact = region >= TKVCU_SINKS, mine = n > me.warp ? tkvcu_div_up(n - me.warp, TKVCU_WARPS) : 0;
@@ -817,7 +810,8 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu
                 const int block = unit / 4, row = unit % 4 * 16;
                 const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
                 const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                const uint8_t *from = bytes + (size_t)(block % view.ring[region]) * view.block[region] + side.at;
+                const uint8_t *from =
+                    bytes + (size_t)(block % view.ring[region]) * view.block[region] + side.at;
                 tkvcu_load_rows<D>(slot, from + row * (2 * D), rows, me.lane);
             } else {
                 tkvcu_load(slot, bytes + (size_t)(unit % view.ring[region]) * view.block[region] + side.at,
@@ -880,41 +874,39 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, const tkvcu_task &k, tkv
 
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
+                               const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, uint8_t *rings,
+                               size_t ring_bytes) {
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
-    const int exact = k.part == 2, group = VG == 1 ? D : b.side[1].group;
+    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? b.side[1].group : D;
     int nt, i, c, w;
-#pragma unroll
-    for (nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (i = 0; i < 2; i++) {
-            float *column = mine + (8 * nt + 2 * me.t + i) * (D + 2);
-            float l = u.soft.l[nt][i];
-#pragma unroll
-            for (c = 4; c < 32; c *= 2) l += __shfl_xor_sync(0xffffffffu, l, c);
-#pragma unroll
-            for (c = 0; c < VG; c++)
-#pragma unroll
-                for (w = 4; w < 32; w *= 2)
-                    u.zero[c][nt][i] += __shfl_xor_sync(0xffffffffu, u.zero[c][nt][i], w);
-            if (me.g == 0) {
-                column[0] = u.soft.m[nt][i];
-                column[1] = l;
-            }
-#pragma unroll
-            for (c = 0; c < D / 16; c++) {
-                float zero = 0.0f;
-#pragma unroll
-                for (w = 0; w < VG; w++) /* an index that is known: these are registers */
-                    if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
-                const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
-                column[at] = ldexpf(u.o[c][nt][i], u.top) + zero;
-                column[at + (exact ? 8 : 1)] = ldexpf(u.o[c][nt][2 + i], u.top) + zero;
-            }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float *column = mine + (8 * nt + 2 * me.t + i) * (D + 2);
+        float l = u.soft.l[nt][i];
+        TKVCU_UNROLL
+        for (c = 4; c < 32; c *= 2) l += __shfl_xor_sync(0xffffffffu, l, c);
+        TKVCU_UNROLL
+        for (c = 0; c < VG; c++) TKVCU_UNROLL
+        for (w = 4; w < 32; w *= 2) u.zero[c][nt][i] += __shfl_xor_sync(0xffffffffu, u.zero[c][nt][i], w);
+        if (me.g == 0) {
+            column[0] = u.soft.m[nt][i];
+            column[1] = l;
         }
+        TKVCU_UNROLL
+        for (c = 0; c < D / 16; c++) {
+            float zero = 0.0f;
+            TKVCU_UNROLL
+            for (w = 0; w < VG; w++) /* an index that is known: these are registers */
+                if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
+            const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
+            column[at] = ldexpf(u.o[c][nt][i], u.top) + zero;
+            column[at + (exact ? 8 : 1)] = ldexpf(u.o[c][nt][2 + i], u.top) + zero;
+        }
+    }
     __syncthreads();
     for (i = (int)threadIdx.x; i < 8 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
         const int column = i / (D + 1), at = i % (D + 1);
@@ -947,7 +939,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
     me.g = me.lane / 4;
     me.t = me.lane % 4;
     me.ring = rings + (size_t)me.warp * ring_bytes;
-    me.meta = (tkvcu_meta *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
+    me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
     k.group = j.view.n_heads / heads;
@@ -959,7 +951,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
         for (e = 0; e < j.n_entries; e += 32) {
             int n = 0;
             if (e + me.lane < j.n_entries) n = heads * tkvcu_units_of(tkvcu_reach_of(j, e + me.lane));
-#pragma unroll
+            TKVCU_UNROLL
             for (i = 1; i < 32; i *= 2) {
                 const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
                 if (me.lane >= i) n += before;
@@ -986,19 +978,18 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
         n = k.reach.units[k.part] - at;
         if (n > end - unit) n = end - unit;
         unit += n;
-#pragma unroll
-        for (nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (i = 0; i < 4; i++) {
-#pragma unroll
-                for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
-                if (i < 2) {
-                    u.soft.m[nt][i] = TKVCU_START;
-                    u.soft.l[nt][i] = 0.0f;
-#pragma unroll
-                    for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
-                }
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            TKVCU_UNROLL
+            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
+            if (i < 2) {
+                u.soft.m[nt][i] = TKVCU_START;
+                u.soft.l[nt][i] = 0.0f;
+                TKVCU_UNROLL
+                for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
             }
+        }
         u.top = 0;
         for (; n > 0; n -= done, at += done) {
             const tkvcu_list list = j.view.list[k.reach.seq];
@@ -1022,10 +1013,11 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
             if (done > n) done = n;
             __syncthreads();
             if (tid < 2)
-                b.side[tid] = j.view.side[((size_t)(version * TKVCU_REGIONS + region) * (size_t)heads +
-                                           (size_t)k.head) *
-                                              2 +
-                                          (size_t)tid];
+                b.side[tid] =
+                    j.view
+                        .side[((size_t)(version * TKVCU_REGIONS + region) * (size_t)heads + (size_t)k.head) *
+                                  2 +
+                              (size_t)tid];
             __syncthreads();
             tkvcu_prepare(j, k, b);
             __syncthreads();

@@ -27,7 +27,8 @@ TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(TKVCU_COMBINE_THREADS) tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
+__global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
+    tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
     __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
     __shared__ float x[TKV_MAX_HEAD_DIM];
     const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
@@ -57,6 +58,10 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS) tkvcu_combine_kernel(tk
     }
     total = all[0];
     reach = tkvcu_reach_of(j, entry);
+    if (reach.seq < 0) {
+        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
+        return;
+    }
     unit = before[0] + head / group * tkvcu_units_of(reach);
     for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
         first[part] = 1;
@@ -82,7 +87,8 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS) tkvcu_combine_kernel(tk
     sum[0] = sum[1] = 0.0f;
     for (part = 0; part < TKVCU_PARTS; part++) {
         const int rotated =
-            part < 2 && j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
+            part < 2 &&
+            j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
         for (c = first[part]; c <= last[part]; c++) {
             const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
             const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
@@ -101,7 +107,8 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS) tkvcu_combine_kernel(tk
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
         const float out = l > 0.0f ? (sum[0] + y) / l : 0.0f;
-        tkvcu_put_element(j.out, j.type, (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
+        tkvcu_put_element(j.out, j.type,
+                          (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
     if (tid == 0 && j.lse)
         j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
@@ -109,81 +116,128 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS) tkvcu_combine_kernel(tk
 }
 
 /* >>sizes and launch */
-/* Columns of a block of threads: 8 or 16. */
-static int tkvcu_n_tiles(const tkvcu_view *v, int n_queries) {
-    return v->n_heads / v->n_kv_heads * n_queries > 8 ? 2 : 1;
+typedef struct tkvcu_attend_call {
+    const void *q;
+    void *out;
+    float *lse;
+    const float *sinks;
+    const int32_t *seq_map;
+    uint32_t *word;
+    int32_t type, n_queries, window;
+    float scale, softcap;
+} tkvcu_attend_call;
+
+#define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
+
+typedef struct tkvcu_split { /* what is the same in all calls */
+    float *partial;
+    int n_seqs, processors;
+    int slot_bytes, meta_bytes,
+        groups; /* shared memory; groups of V's channels, the most of any side: 1, 2 or 4 */
+} tkvcu_split;
+
+/* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
+static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
+    return cfg->n_heads / cfg->n_kv_heads * n_queries > 8 ? 2 : 1;
 }
 
-static int tkvcu_chunks(const tkvcu_view *v, int n_queries) {
-    const int columns = 8 * tkvcu_n_tiles(v, n_queries);
-    return (v->n_heads / v->n_kv_heads * n_queries + columns - 1) / columns;
+static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
+    const int columns = 8 * tkvcu_n_tiles(cfg, n_queries);
+    return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
 }
 
-/* Bytes that attention of up to so many entries and queries needs. */
-static size_t tkvcu_partial_bytes(const tkvcu_view *v, int n_entries, int n_queries, int blocks) {
-    const size_t slots = (size_t)blocks + (size_t)(n_entries * v->n_kv_heads * TKVCU_PARTS);
-    return slots * (size_t)(tkvcu_chunks(v, n_queries) * 8 * tkvcu_n_tiles(v, n_queries)) *
-           (size_t)(v->head_dim + 2) * sizeof(float);
+/* Bytes that attention of up to so many queries needs. */
+static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
+    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 8 * tkvcu_n_tiles(cfg, max_queries));
+    return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
 }
 
-typedef struct tkvcu_shape { /* of the shared memory */
-    int slot_bytes, meta_bytes, groups; /* groups of V's channels, the most of any side: 1, 2 or 4 */
-} tkvcu_shape;
-
-/* From all sides of all layers: host memory. */
-static tkvcu_shape tkvcu_shape_of(const tkvcu_side *side, size_t n, int head_dim) {
-    tkvcu_shape s;
+/* Makes room for these sides too (host memory). */
+static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
     int k_groups = 1;
     size_t i;
-    s.slot_bytes = 32 * head_dim;
-    s.groups = 1;
+    s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
+    s->groups = tkvi_max(s->groups, 1);
     for (i = 0; i < n; i++) {
         if (side[i].kind == TKVCU_EXACT) continue;
-        if ((int)side[i].bytes > s.slot_bytes) s.slot_bytes = (int)side[i].bytes;
+        s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
         if (side[i].kind != TKVCU_KIVI) continue;
-        if (64 / side[i].group > k_groups) k_groups = 64 / side[i].group;
-        while (s.groups * side[i].group < head_dim) s.groups *= 2;
+        k_groups = tkvi_max(k_groups, 64 / side[i].group);
+        while (s->groups * side[i].group < head_dim) s->groups *= 2;
     }
-    s.meta_bytes = k_groups * head_dim * 4;
-    if (s.meta_bytes < 512 * s.groups) s.meta_bytes = 512 * s.groups;
-    return s;
+    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(k_groups * head_dim * 4, 512 * s->groups));
 }
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
-/* The kernel of a shape, and its shared memory. NULL: there is none. */
-template <int D, int NT> static tkvcu_attend_function tkvcu_kernel_of_groups(int groups, size_t *fixed) {
+/* The kernel for this, and its shared memory; `fixed` of it is one block's. */
+template <int D, int NT> static tkvcu_attend_function tkvcu_attend_of_groups(int groups, size_t *fixed) {
     *fixed = sizeof(tkvcu_block<D, NT>);
-    return groups == 1 ? tkvcu_attend_kernel<D, NT, 1>
-                       : groups == 2 ? tkvcu_attend_kernel<D, NT, 2> : tkvcu_attend_kernel<D, NT, 4>;
+    if (groups == 1) return tkvcu_attend_kernel<D, NT, 1>;
+    return groups == 2 ? tkvcu_attend_kernel<D, NT, 2> : tkvcu_attend_kernel<D, NT, 4>;
 }
 
-static tkvcu_attend_function tkvcu_attend_of(const tkvcu_shape *s, int head_dim, int n_tiles, int n_entries,
+static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
                                              size_t *shared) {
-    tkvcu_attend_function f = NULL;
-    size_t fixed = 0;
-    if (head_dim == 64 && n_tiles == 1) f = tkvcu_kernel_of_groups<64, 1>(s->groups, &fixed);
-    else if (head_dim == 64) f = tkvcu_kernel_of_groups<64, 2>(s->groups, &fixed);
-    else if (head_dim == 96 && n_tiles == 1) f = tkvcu_kernel_of_groups<96, 1>(s->groups, &fixed);
-    else if (head_dim == 96) f = tkvcu_kernel_of_groups<96, 2>(s->groups, &fixed);
-    else if (head_dim == 128 && n_tiles == 1) f = tkvcu_kernel_of_groups<128, 1>(s->groups, &fixed);
-    else if (head_dim == 128) f = tkvcu_kernel_of_groups<128, 2>(s->groups, &fixed);
-    *shared = (fixed + sizeof(int) * (size_t)n_entries + 127) / 128 * 128 +
+    tkvcu_attend_function f;
+    size_t fixed;
+    if (head_dim == 64 && n_tiles == 1) f = tkvcu_attend_of_groups<64, 1>(s->groups, &fixed);
+    else if (head_dim == 64) f = tkvcu_attend_of_groups<64, 2>(s->groups, &fixed);
+    else if (n_tiles == 1) f = tkvcu_attend_of_groups<128, 1>(s->groups, &fixed);
+    else f = tkvcu_attend_of_groups<128, 2>(s->groups, &fixed);
+    *shared = (fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
               (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
     return f;
 }
 
-/* Both kernels of one call: job's slot_bytes, meta_bytes and blocks are set here. Nothing is allocated or waited for. */
-static void tkvcu_attend_launch(tkvcu_job job, const tkvcu_shape *s, int blocks, cudaStream_t stream) {
-    const int nt = tkvcu_n_tiles(&job.view, job.n_queries), chunks = tkvcu_chunks(&job.view, job.n_queries);
+static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
+                                    void *work) {
+    int device = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    (void)cfg;
+    (void)max_queries;
+    memset(s, 0, sizeof *s);
+    s->partial = (float *)work;
+    s->n_seqs = n_seqs;
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount, device);
+    return e;
+}
+
+/* Both kernels. Nothing is allocated or waited for. */
+static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
+                                       const tkv_config *cfg, cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
     size_t shared;
-    const tkvcu_attend_function f = tkvcu_attend_of(s, job.view.head_dim, nt, job.n_entries, &shared);
-    job.slot_bytes = s->slot_bytes;
-    job.meta_bytes = s->meta_bytes;
-    job.blocks = blocks;
-    TKVCU_LAUNCH(f, dim3((unsigned)blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, job);
-    TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(job.n_entries * job.n_queries * job.view.n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, job, 8 * nt, chunks);
+    const tkvcu_attend_function f = tkvcu_attend_of(s, v->head_dim, nt, &shared);
+    int resident = 1;
+    tkvcu_job j;
+    cudaError_t e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    if (e == cudaSuccess)
+        e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, f, TKVCU_THREADS, shared);
+    if (e != cudaSuccess) return e;
+    memset(&j, 0, sizeof j);
+    j.view = *v;
+    j.q = c->q;
+    j.out = c->out;
+    j.lse = c->lse;
+    j.sinks = c->sinks;
+    j.entries = c->seq_map;
+    j.word = c->word;
+    j.partial = s->partial;
+    j.type = c->type;
+    j.n_entries = s->n_seqs;
+    j.n_queries = c->n_queries;
+    j.window = c->window;
+    j.blocks = tkvi_min(TKVCU_MAX_BLOCKS, s->processors * tkvi_max(1, resident));
+    j.scale = c->scale;
+    j.softcap = c->softcap;
+    j.slot_bytes = s->slot_bytes;
+    j.meta_bytes = s->meta_bytes;
+    TKVCU_LAUNCH(f, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, j);
+    TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
+    return cudaGetLastError();
 }
 
 #endif /* TKVCU_COMBINE_H */

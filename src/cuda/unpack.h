@@ -9,9 +9,9 @@
  *
  *   row g = word 2 g, row g + 8 = word 2 g + 1;   k = 2 t, 2 t + 1: bytes 0, 2 of tile t;   k + 8: bytes 1, 3
  *
- * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b code: that
- * takes one instruction for two codes, with every plane where it lies; 2^b = `factor` of width and plane is taken out
- * by whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the ten bits: the less is
+ * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b code:
+ * one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is taken out by
+ * whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the ten bits: the less is
  * lost beside the 1024.
  *
  *        half word, 2 bits:  . . . . . . 3 3 2 2 1 1 0 0 . .    after  << 2 (bytes 0, 2) or >> 6 (bytes 1, 3)
@@ -30,13 +30,27 @@ struct alignas(8) tkvcu_words {
 /* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane, planes that
  * share a word; vectors of 64 bytes of the wide part. */
 template <int W> struct tkvcu_field;
-template <> struct tkvcu_field<1> { enum { up = 6, step = 1, share = 4, vectors = 0, half = 1, wide = 0 }; };
-template <> struct tkvcu_field<2> { enum { up = 2, step = 2, share = 4, vectors = 1, half = 0, wide = 2 }; };
-template <> struct tkvcu_field<3> { enum { up = 1, step = 2, share = 4, vectors = 1, half = 1, wide = 2 }; };
-template <> struct tkvcu_field<4> { enum { up = 2, step = 4, share = 2, vectors = 2, half = 0, wide = 4 }; };
-template <> struct tkvcu_field<5> { enum { up = 1, step = 4, share = 2, vectors = 2, half = 1, wide = 4 }; };
-template <> struct tkvcu_field<6> { enum { up = 0, step = 4, share = 2, vectors = 3, half = 0, wide = 4 }; };
-template <> struct tkvcu_field<8> { enum { up = 2, step = 0, share = 1, vectors = 4, half = 0, wide = 8 }; };
+template <> struct tkvcu_field<1> {
+    enum { up = 6, step = 1, share = 4, vectors = 0, half = 1, wide = 0 };
+};
+template <> struct tkvcu_field<2> {
+    enum { up = 2, step = 2, share = 4, vectors = 1, half = 0, wide = 2 };
+};
+template <> struct tkvcu_field<3> {
+    enum { up = 1, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
+};
+template <> struct tkvcu_field<4> {
+    enum { up = 2, step = 4, share = 2, vectors = 2, half = 0, wide = 4 };
+};
+template <> struct tkvcu_field<5> {
+    enum { up = 1, step = 4, share = 2, vectors = 2, half = 1, wide = 4 };
+};
+template <> struct tkvcu_field<6> {
+    enum { up = 0, step = 4, share = 2, vectors = 3, half = 0, wide = 4 };
+};
+template <> struct tkvcu_field<8> {
+    enum { up = 2, step = 0, share = 1, vectors = 4, half = 0, wide = 8 };
+};
 
 /* The lowest bit of plane p's field. */
 template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
@@ -49,7 +63,12 @@ template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float
 /* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the fields lie as
  * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
 template <int W> struct tkvcu_tile {
-    enum { n = tkvcu_field<W>::wide == 8 ? 4 : tkvcu_field<W>::wide == 4 ? 2 : tkvcu_field<W>::wide == 2 ? 1 : 0 };
+    enum {
+        n = tkvcu_field<W>::wide == 8   ? 4
+            : tkvcu_field<W>::wide == 4 ? 2
+            : tkvcu_field<W>::wide == 2 ? 1
+                                        : 0
+    };
     uint32_t even[n + 1][2], odd[n + 1][2];
     uint32_t even_extra[2], odd_extra[2];
 };
@@ -63,7 +82,7 @@ template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;
     int v;
-#pragma unroll
+    TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
         const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
         t.even[v][0] = w.x << f::up;
@@ -71,7 +90,7 @@ TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8
         t.odd[v][0] = w.x >> (8 - f::up);
         t.odd[v][1] = w.y >> (8 - f::up);
     }
-    if (f::half) { /* bit p of it comes to bit p + up + the fields' own width */
+    if (f::half == 1) { /* bit p of it comes to bit p + up + the fields' own width */
         const int to = (int)f::up + (int)f::wide;
         const tkvcu_words w = tkvcu_two(half, g);
         /* to - upper may be negative: via the left, one shift more, for the even bytes */
@@ -88,23 +107,25 @@ TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8
     }
 }
 
-template <int N> TKVCU_DEVICE uint32_t tkvcu_move(uint32_t x) { return N >= 0 ? x << (N & 31) : x >> (-N & 31); }
+template <int N> TKVCU_DEVICE uint32_t tkvcu_move(uint32_t x) {
+    return N >= 0 ? x << (N & 31) : x >> (-N & 31);
+}
 
 /* Plane P of it: 1024 + factor * code, as a matrix product's first operand. */
 template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4]) {
     typedef tkvcu_field<W> f;
-    const int v = f::wide ? P / f::share : 0;
+    const int v = f::wide > 0 ? P / f::share : 0;
     const int bit = f::up + f::step * (P % f::share);
-    const uint32_t mask = f::wide ? ((1u << f::wide) - 1u) * 0x00010001u << bit : 0;
+    const uint32_t mask = f::wide > 0 ? ((1u << f::wide) - 1u) * 0x00010001u << bit : 0;
     int i;
-#pragma unroll
+    TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
         uint32_t even = TKVCU_MAGIC, odd = TKVCU_MAGIC;
-        if (f::wide) {
+        if (f::wide > 0) {
             even = tkvcu_pick(t.even[v][i], mask, even);
             odd = tkvcu_pick(t.odd[v][i], mask, odd);
         }
-        if (f::half) { /* the bit is at up + wide + P and belongs to bit + wide */
+        if (f::half == 1) { /* the bit is at up + wide + P and belongs to bit + wide */
             enum { by = f::step * (P % f::share) - P };
             const uint32_t one = 0x00010001u << (bit + f::wide);
             even = tkvcu_pick(tkvcu_move<by>(t.even_extra[i]), one, even);

@@ -1,6 +1,6 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory, pairs of
- * half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
+ * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
@@ -16,12 +16,14 @@
     type *name = (type *)(void *)tkvcu_shared_
 
 #define TKVCU_DEVICE static __device__ __forceinline__
+#define TKVCU_UNROLL _Pragma("unroll")
 
 /* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
  * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -94,7 +96,9 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
     return x;
 }
 
-TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) { return __byte_perm(a, b, select); }
+TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
+    return __byte_perm(a, b, select);
+}
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
@@ -104,6 +108,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 
 #else
 #define TKVCU_DEVICE static inline
+#define TKVCU_UNROLL
 #endif
 
 /* (x & mask) | or, one instruction where the compiler is let to see it. */
