@@ -127,6 +127,8 @@ static void rig_close(rig *r) {
     tkv_destroy(r->kv);
 }
 
+static const int32_t *map_of(const rig *r) { return (const int32_t *)(const void *)r->map.mem; }
+
 /* Keys with channels of different sizes and means, some of them flat for a while. */
 static void tokens(rig *r, float *k, float *v, int n) {
     const int dim = r->cfg.head_dim, heads = r->cfg.n_kv_heads;
@@ -188,8 +190,7 @@ static void grow(rig *r, int seq, int to, int compare) {
             put(&r->k, k.data(), row * (size_t)n * sizeof(float));
             put(&r->v, v.data(), row * (size_t)n * sizeof(float));
             CHECK_EQ(tkv_append(r->kv, seq, layer, k.data(), v.data(), n), TKV_OK);
-            CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->v.mem, TKV_TYPE_F32, n,
-                                  (int32_t *)(void *)r->map.mem, NULL),
+            CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->v.mem, TKV_TYPE_F32, n, map_of(r), NULL),
                      TKV_OK);
         }
         len += n;
@@ -336,28 +337,29 @@ TEST(types_of_input) {
     int type;
     for (type = TKV_TYPE_F32; type <= TKV_TYPE_BF16; type++) {
         tkv_config cfg = config_of("kivi", 64);
+        const int values = 4 * 2 * 64, size = type == TKV_TYPE_F32 ? 4 : 2;
+        const int32_t map[2] = {0, -5};
+        std::vector<uint8_t> x((size_t)(values * size));
         tkv_append_params p;
-        std::vector<uint8_t> x(4 * 2 * 64 * 4);
-        std::vector<int32_t> map = {0, -5};
         rig r;
         int i, step;
         if (rig_open(&r, &cfg)) {
+            put(&r.map, map, sizeof map);
             memset(&p, 0, sizeof p);
             p.n = 4;
             p.k = p.v = x.data();
             p.k_type = p.v_type = (tkv_type)type;
             for (step = 0; step < 80; step++)
                 for (p.layer = 0; p.layer < 2; p.layer++) {
-                    for (i = 0; i < 4 * 2 * 64; i++)
-                        tkvi_save_element(x.data(), (tkv_type)type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
-                    for (i = 0; i < 4 * 2 * 64; i++) { /* a half can become infinite */
-                        const float y = tkvi_element(x.data(), (tkv_type)type, i);
-                        if (!tkvi_is_finite(y)) tkvi_save_element(x.data(), (tkv_type)type, i, 0.0f);
+                    for (i = 0; i < values; i++) { /* a half can become infinite */
+                        tkvi_save_element(x.data(), p.k_type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
+                        if (!tkvi_is_finite(tkvi_element(x.data(), p.k_type, i)))
+                            tkvi_save_element(x.data(), p.k_type, i, 0.0f);
                     }
+                    put(&r.k, x.data(), x.size());
                     CHECK_EQ(tkv_append_ex(r.kv, &p), TKV_OK);
-                    CHECK_EQ(
-                        tkvcu_append(r.cu, p.layer, x.data(), x.data(), (tkv_type)type, 4, map.data(), NULL),
-                        TKV_OK);
+                    CHECK_EQ(tkvcu_append(r.cu, p.layer, r.k.mem, r.k.mem, p.k_type, 4, map_of(&r), NULL),
+                             TKV_OK);
                 }
             same(&r, 0, 0, 320);
         }
@@ -365,34 +367,32 @@ TEST(types_of_input) {
     }
 }
 
+static void trim_to(rig *r, int a, int b) {
+    const int32_t to[2] = {a, b};
+    put(&r->map, to, sizeof to);
+    CHECK_EQ(tkvcu_trim(r->cu, map_of(r), NULL), TKV_OK);
+}
+
 TEST(trim) {
     tkv_config cfg = config_of("balanced", 64);
     rig r;
-    int32_t to[2] = {-1, -1};
-    uint32_t word = 0;
     if (rig_alike(&r, &cfg)) {
         grow(&r, 0, 300, 0);
         grow(&r, 1, 20, 0);
-        to[0] = 290; /* in the hot tier */
-        to[1] = 2;   /* among the sinks */
-        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        trim_to(&r, 290, 2); /* in the hot tier, among the sinks */
         CHECK_EQ(tkv_truncate(r.kv, 0, 290), TKV_OK);
         CHECK_EQ(tkv_truncate(r.kv, 1, 2), TKV_OK);
         same(&r, 0, 0, 290);
         same(&r, 1, 1, 2);
-        to[0] = 400; /* longer: nothing */
-        to[1] = -1;
-        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        trim_to(&r, 400, -1); /* nothing */
         same(&r, 0, 0, 290);
+        same(&r, 1, 1, 2);
         grow(&r, 0, 400, 1);
         grow(&r, 1, 200, 1);
         CHECK_EQ(tkv_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
-        to[0] = 100;
-        to[1] = 0; /* a new sequence */
-        CHECK_EQ(tkvcu_trim(r.cu, to, NULL), TKV_OK);
+        trim_to(&r, 100, 0); /* refused; a new sequence */
         CHECK_EQ(tkv_reset(r.kv, 1), TKV_OK);
-        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-        CHECK_EQ(word, TKVCU_WORD_INEXACT);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_INEXACT);
         same(&r, 0, 0, 400);
         same(&r, 1, 1, 0);
         grow(&r, 1, 250, 1);
@@ -404,29 +404,29 @@ TEST(full_and_not_finite) {
     tkv_config cfg = config_of("compact", 64);
     std::vector<float> x((size_t)(2 * 64 * 2 * 64), 1.0f);
     int32_t map[2] = {0, -1}, lengths[2] = {-9, -9};
-    uint32_t word = 0;
     rig r;
     cfg.max_tokens = 210;
     if (rig_alike(&r, &cfg)) {
         grow(&r, 0, 205, 1);
-        CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 6, map, NULL), TKV_OK);
-        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-        CHECK_EQ(word, TKVCU_WORD_FULL);
+        put(&r.k, x.data(), x.size() * sizeof(float));
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.k.mem, TKV_TYPE_F32, 6, map_of(&r), NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL);
         same(&r, 0, 0, 205);
         grow(&r, 0, 210, 1);
-        CHECK_EQ(tkvcu_append(r.cu, 1, x.data(), x.data(), TKV_TYPE_F32, 1, map, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
         map[0] = 2;
-        CHECK_EQ(tkvcu_append(r.cu, 1, x.data(), x.data(), TKV_TYPE_F32, 1, map, NULL), TKV_OK);
-        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-        CHECK_EQ(word, TKVCU_WORD_FULL | TKVCU_WORD_SEQUENCE);
+        put(&r.map, map, sizeof map);
+        CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_SEQUENCE);
         same(&r, 0, 0, 210);
         /* the whole batch: sequence 0 is full, 1 has a NaN in one head's v */
-        x[64 + 64 * 2] = tkv_test_float(0x7fc00001u);
-        CHECK_EQ(tkvcu_append(r.cu, 0, x.data() + 64 * 2 * 64, x.data(), TKV_TYPE_F32, 1, NULL, NULL),
-                 TKV_OK);
-        CHECK_EQ(tkvcu_status(r.cu, &word, 1, NULL), TKV_OK);
-        CHECK_EQ(word, TKVCU_WORD_FULL | TKVCU_WORD_NOT_FINITE);
+        put(&r.k, x.data(), x.size() * sizeof(float));
+        x[3 * 64 + 1] = tkv_test_float(0x7fc00001u);
+        put(&r.v, x.data(), x.size() * sizeof(float));
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, NULL, NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_NOT_FINITE);
         CHECK_EQ(tkvcu_lengths(r.cu, 0, lengths, NULL), TKV_OK);
+        CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
         CHECK_EQ(lengths[0], 210);
         CHECK_EQ(lengths[1], 0);
         same(&r, 1, 1, 0);
@@ -438,20 +438,20 @@ TEST(full_and_not_finite) {
 TEST(saturates_when_asked) {
     tkv_config cfg = config_of("kivi", 64);
     std::vector<float> x((size_t)(64 * 2 * 64));
-    int32_t map[2] = {-1, 0};
+    const int32_t map[2] = {0, -1};
     rig r;
     int i, step;
     cfg.nonfinite = TKV_NONFINITE_SATURATE;
     if (rig_open(&r, &cfg)) {
+        put(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
             tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
             for (i = 0; i < 64 * 2 * 64; i += 97)
                 x[(size_t)i] = tkv_test_float(i % 2 ? 0x7fc00000u : i % 4 ? 0x7f800000u : 0xff800000u);
+            put(&r.k, x.data(), x.size() * sizeof(float));
             for (i = 0; i < 2; i++) {
                 CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
-                CHECK_EQ(tkvcu_append(r.cu, i, x.data() - 64 * 2 * 64, x.data() - 64 * 2 * 64, TKV_TYPE_F32,
-                                      64, map, NULL),
-                         TKV_OK);
+                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
             }
         }
         same(&r, 0, 0, 256);
@@ -459,6 +459,165 @@ TEST(saturates_when_asked) {
     rig_close(&r);
 }
 
+/* >>attention */
+typedef struct query { /* n queries of both sequences */
+    arena q, out, lse, sinks;
+    std::vector<float> x, sink;
+    int n;
+    size_t row; /* floats of a query */
+} query;
+
+static query query_of(rig *r, int n) {
+    query a;
+    a.n = n;
+    a.row = (size_t)(r->cfg.n_heads * r->cfg.head_dim);
+    a.x.resize(2 * (size_t)n * a.row);
+    a.sink.resize((size_t)r->cfg.n_heads);
+    tkv_rng_fill(&r->rng, a.x.data(), a.x.size(), 0.5);
+    tkv_rng_fill(&r->rng, a.sink.data(), a.sink.size(), 1.0);
+    a.q = arena_of(a.x.size() * sizeof(float));
+    a.out = arena_of(a.x.size() * sizeof(float));
+    a.lse = arena_of(2 * (size_t)(n * r->cfg.n_heads) * sizeof(float));
+    a.sinks = arena_of(a.sink.size() * sizeof(float));
+    put(&a.q, a.x.data(), a.x.size() * sizeof(float));
+    put(&a.sinks, a.sink.data(), a.sink.size() * sizeof(float));
+    return a;
+}
+
+static void query_close(query *a) {
+    CHECK(arena_close(&a->q) & arena_close(&a->out) & arena_close(&a->lse) & arena_close(&a->sinks));
+}
+
+static std::vector<float> floats(const arena *a, size_t from, size_t n) {
+    const std::vector<uint8_t> bytes = fetch(a->mem + from * sizeof(float), n * sizeof(float));
+    std::vector<float> x(n);
+    memcpy(x.data(), bytes.data(), bytes.size());
+    return x;
+}
+
+/* |x - want| / |want| */
+static double error_of(const std::vector<float> &x, const std::vector<float> &want) {
+    double error = 0.0, norm = 0.0;
+    size_t i;
+    for (i = 0; i < want.size(); i++) {
+        error += ((double)x[i] - (double)want[i]) * ((double)x[i] - (double)want[i]);
+        norm += (double)want[i] * (double)want[i];
+    }
+    return sqrt(error / norm);
+}
+
+/* Attends to sequence `seq` alone, as row 1 of the batch, and compares with the definition on the host. */
+static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_params *p) {
+    const size_t values = (size_t)a->n * a->row, heads = (size_t)(a->n * r->cfg.n_heads);
+    const int32_t map[2] = {-1, seq};
+    std::vector<float> want(values), lse(heads), logs;
+    std::vector<uint8_t> out;
+    tkv_attend_params h;
+    size_t i, poisoned = 0;
+    put(&r->map, map, sizeof map);
+    CHECK_EQ(cudaMemset(a->out.mem, POISON, a->out.bytes), cudaSuccess);
+    CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem,
+                          (float *)(void *)a->lse.mem, map_of(r), NULL),
+             TKV_OK);
+    out = fetch(a->out.mem, a->out.bytes);
+    logs = floats(&a->lse, heads, heads);
+    memset(&h, 0, sizeof h);
+    h.layer = layer;
+    h.seq = seq;
+    h.n = a->n;
+    h.q = a->x.data() + values;
+    h.out = want.data();
+    h.lse = lse.data();
+    if (p) {
+        h.scale = p->scale;
+        h.softcap = p->softcap;
+        h.window = p->window;
+        h.sinks = p->d_sinks ? a->sink.data() : NULL;
+    }
+    CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
+    CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
+    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 5e-3);
+    for (i = 0; i < values * sizeof(float); i++) poisoned += out[i] == POISON;
+    CHECK_EQ(poisoned, values * sizeof(float)); /* the row that was skipped */
+    CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem, NULL, map_of(r), NULL),
+             TKV_OK);
+    CHECK(out == fetch(a->out.mem, a->out.bytes)); /* the same bits */
+}
+
+TEST(attends_as_the_host) {
+    int i, n;
+    for (i = 0; i < PRESETS; i++) {
+        tkv_config cfg = config_of(presets[i], i % 2 ? 128 : 64);
+        tkvcu_attend_params p = {0.2f, 20.0f, 0, NULL};
+        rig r;
+        if (rig_alike(&r, &cfg)) {
+            query a = query_of(&r, 1), b = query_of(&r, 5);
+            for (n = 1; n < 420; n = 2 * n + 5) {
+                grow(&r, 1, n, 0);
+                attends(&r, &a, 1, 0, NULL);
+            }
+            attends(&r, &b, 1, 1, NULL);
+            attends(&r, &b, 1, 0, &p);
+            p.window = 150;
+            p.d_sinks = (const float *)(const void *)a.sinks.mem;
+            attends(&r, &a, 1, 0, &p);
+            query_close(&a);
+            query_close(&b);
+        }
+        rig_close(&r);
+    }
+}
+
+/* Append and attend of a layer, captured at a short length, replayed from tier to tier; rows are other sequences. */
+TEST(graph) {
+    tkv_config cfg = config_of("compact", 64);
+    const size_t row = (size_t)(cfg.n_kv_heads * cfg.head_dim);
+    const int32_t map[2] = {1, 0};
+    std::vector<float> k(2 * row), v(2 * row);
+    cudaStream_t stream = NULL;
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    rig r;
+    int n, i;
+    cfg.n_layers = 1;
+    if (rig_alike(&r, &cfg)) {
+        query a = query_of(&r, 1);
+        std::vector<float> want(a.row);
+        put(&r.map, map, sizeof map);
+        CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+        CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
+        CHECK_EQ(tkvcu_attend(r.cu, 0, a.q.mem, TKV_TYPE_F32, 1, NULL, a.out.mem, NULL, map_of(&r), stream),
+                 TKV_OK);
+        CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+        for (n = 1; n <= 340; n++) {
+            for (i = 0; i < 2; i++) {
+                tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
+                CHECK_EQ(
+                    tkv_append(r.kv, map[i], 0, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1),
+                    TKV_OK);
+            }
+            put(&r.k, k.data(), k.size() * sizeof(float));
+            put(&r.v, v.data(), v.size() * sizeof(float));
+            CHECK_EQ(cudaGraphLaunch(run, stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            for (i = 0; i < 2 && n % 64 < 6; i++) {
+                same(&r, map[i], map[i], n);
+                CHECK_EQ(tkv_attend(r.kv, map[i], 0, a.x.data() + (size_t)i * a.row, 1, want.data()), TKV_OK);
+                CHECK_LE(error_of(floats(&a.out, (size_t)i * a.row, a.row), want),
+                         1e-2); /* both approximate */
+            }
+        }
+        CHECK_EQ(cudaGraphExecDestroy(run), cudaSuccess);
+        CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+        CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+        query_close(&a);
+    }
+    rig_close(&r);
+}
+
+/* >>what is refused */
 TEST(configs) {
     struct {
         const char *say;
@@ -523,7 +682,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
     if (!rig_open(&r, &cfg)) return;
-    before.assign(r.cache.mem, r.cache.mem + r.cache.bytes + 2 * BORDER);
+    before = fetch(r.cache.mem, r.cache.bytes);
     CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_ARG);
@@ -566,8 +725,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
     CHECK_STR(tkvcu_last_error(r.cu), "the cache has another plan: the tiers' lengths");
     tkv_destroy(kv);
-    CHECK(memcmp(before.data(), r.cache.mem, before.size()) ==
-          0); /* nothing of all that has changed a byte */
+    CHECK(before == fetch(r.cache.mem, r.cache.bytes)); /* nothing of all that has changed a byte */
     rig_close(&r);
 }
 
@@ -645,6 +803,11 @@ TEST(texts) {
 }
 
 int main(int argc, char **argv) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("there is no GPU here: nothing was checked\n");
+        return 1;
+    }
     tkv_test_begin(argc, argv);
     RUN(append_is_the_hosts);
     RUN(append_in_other_plans);
@@ -654,6 +817,8 @@ int main(int argc, char **argv) {
     RUN(trim);
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);
+    RUN(attends_as_the_host);
+    RUN(graph);
     RUN(configs);
     RUN(wrong_arguments);
     RUN(import_refuses);

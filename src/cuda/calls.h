@@ -73,7 +73,7 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c.softcap = p->softcap;
-    return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, stream));
+    return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));
 }
 
 int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {

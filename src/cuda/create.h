@@ -15,7 +15,7 @@
 #define TKVCU_CREATE_H
 
 #include "append.h"
-#include "attend.h"
+#include "combine.h"
 
 #define TKVCU_ALIGN 256u
 
@@ -307,6 +307,7 @@ static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
             memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
         }
     }
+    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->head_dim);
     info.version = tkvi_max(0, kv->tables.current[layer]);
     info.sinks = v->sinks;
     st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
