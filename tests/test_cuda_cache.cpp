@@ -536,7 +536,7 @@ static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_par
     }
     CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
     CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
-    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 5e-3);
+    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 2e-2); /* of logits of 20 and more */
     for (i = 0; i < values * sizeof(float); i++) poisoned += out[i] == POISON;
     CHECK_EQ(poisoned, values * sizeof(float)); /* the row that was skipped */
     CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem, NULL, map_of(r), NULL),
@@ -559,8 +559,13 @@ TEST(attends_as_the_host) {
             attends(&r, &b, 1, 1, NULL);
             attends(&r, &b, 1, 0, &p);
             p.window = 150;
+            attends(&r, &a, 1, 0, &p);
+            p.window = TKV_NONE;
             p.d_sinks = (const float *)(const void *)a.sinks.mem;
             attends(&r, &a, 1, 0, &p);
+            p.d_sinks = (const float *)(const void *)b.sinks.mem;
+            p.window = 3;
+            attends(&r, &b, 1, 0, &p);
             query_close(&a);
             query_close(&b);
         }
@@ -580,6 +585,7 @@ TEST(graph) {
     rig r;
     int n, i;
     cfg.n_layers = 1;
+    cfg.precise = 1; /* on the host: 2e-3 at most */
     if (rig_alike(&r, &cfg)) {
         query a = query_of(&r, 1);
         std::vector<float> want(a.row);
