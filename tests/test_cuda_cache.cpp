@@ -573,15 +573,28 @@ TEST(attends_as_the_host) {
     }
 }
 
-/* Append and attend of a layer, captured at a short length, replayed from tier to tier; rows are other sequences. */
-TEST(graph) {
+/* What is put into the stream between these becomes a graph. */
+static void capture(cudaStream_t stream) {
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+}
+
+static cudaGraphExec_t captured(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    return run;
+}
+
+/* Captured while the cache is empty, replayed from tier to tier; rows are other sequences. */
+TEST(graphs) {
     tkv_config cfg = config_of("compact", 64);
     const size_t row = (size_t)(cfg.n_kv_heads * cfg.head_dim);
     const int32_t map[2] = {1, 0};
     std::vector<float> k(2 * row), v(2 * row);
     cudaStream_t stream = NULL;
-    cudaGraph_t graph;
-    cudaGraphExec_t run;
+    cudaGraphExec_t append, attend;
     rig r;
     int n, i;
     cfg.n_layers = 1;
@@ -591,12 +604,13 @@ TEST(graph) {
         std::vector<float> want(a.row);
         put(&r.map, map, sizeof map);
         CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
-        CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        capture(stream);
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
+        append = captured(stream);
+        capture(stream);
         CHECK_EQ(tkvcu_attend(r.cu, 0, a.q.mem, TKV_TYPE_F32, 1, NULL, a.out.mem, NULL, map_of(&r), stream),
                  TKV_OK);
-        CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-        CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+        attend = captured(stream);
         for (n = 1; n <= 340; n++) {
             for (i = 0; i < 2; i++) {
                 tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
@@ -606,17 +620,20 @@ TEST(graph) {
             }
             put(&r.k, k.data(), k.size() * sizeof(float));
             put(&r.v, v.data(), v.size() * sizeof(float));
-            CHECK_EQ(cudaGraphLaunch(run, stream), cudaSuccess);
+            CHECK_EQ(cudaGraphLaunch(append, stream), cudaSuccess);
             CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-            for (i = 0; i < 2 && n % 64 < 6; i++) {
+            if (n % 64 > 5) continue;
+            CHECK_EQ(cudaGraphLaunch(attend, stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            for (i = 0; i < 2; i++) {
                 same(&r, map[i], map[i], n);
                 CHECK_EQ(tkv_attend(r.kv, map[i], 0, a.x.data() + (size_t)i * a.row, 1, want.data()), TKV_OK);
                 CHECK_LE(error_of(floats(&a.out, (size_t)i * a.row, a.row), want),
-                         1e-2); /* both approximate */
+                         5e-3); /* both approximate */
             }
         }
-        CHECK_EQ(cudaGraphExecDestroy(run), cudaSuccess);
-        CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+        CHECK_EQ(cudaGraphExecDestroy(append), cudaSuccess);
+        CHECK_EQ(cudaGraphExecDestroy(attend), cudaSuccess);
         CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
         query_close(&a);
     }
@@ -824,7 +841,7 @@ int main(int argc, char **argv) {
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);
     RUN(attends_as_the_host);
-    RUN(graph);
+    RUN(graphs);
     RUN(configs);
     RUN(wrong_arguments);
     RUN(import_refuses);
