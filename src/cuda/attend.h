@@ -89,6 +89,11 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     return r;
 }
 
+/* Of one part: registers have no index that is known only when it runs. */
+TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
+    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+}
+
 TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
 
 TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
@@ -202,13 +207,12 @@ template <int D>
 TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
                                const uint32_t *mantissa) {
     const uint8_t *m = slot + s.code_bytes;
-    const int groups = s.kind == TKVCU_KIVI ? 64 / s.group : 1;
     int i;
-    for (i = lane; i < groups * (D / 4); i += 32) {
+    for (i = lane; i < D / 4; i += 32) {
         tkvcu_scales x;
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
-            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + groups * 2 * D + 8 * i);
+            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
             x.scale02 = tkvcu_prmt(a.x, a.y, 0x5410);
             x.scale13 = tkvcu_prmt(a.x, a.y, 0x7632);
             x.zero02 = tkvcu_prmt(z.x, z.y, 0x5410);
@@ -241,8 +245,8 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
     }
 }
 
-/* Slabs first .. first+n-1, all of width W, planes P0 .. P1-1 of them: S += codes (q scale) and zeros. */
-template <int W, int P0, int P1, int NT>
+/* n slabs, all of width W: S += codes (q scale), zero += zeros q. */
+template <int W, int NT>
 TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
                               const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                               int g, int t) {
@@ -272,9 +276,10 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
         tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
 #define TKVCU_PLANE_(P)                                                                                      \
-    if (P >= P0 && P < P1) {                                                                                 \
+    {                                                                                                        \
         tkvcu_fragment<W, P>(tile, a);                                                                       \
-        TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                   \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
     }
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
@@ -283,23 +288,23 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
 #undef TKVCU_PLANE_
     }
     TKVCU_UNROLL
-    for (k = P0; k < P1; k++) TKVCU_UNROLL
+    for (k = 0; k < 4; k++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
 }
 
 /* A run of a width that is known when it runs. */
-template <int P0, int P1, int NT>
+template <int NT>
 TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
                                 const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                                 int g, int t) {
-    if (width == 2) tkvcu_k_run<2, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
+    if (width == 2) tkvcu_k_run<2, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else if (width == 3) tkvcu_k_run<3, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else if (width == 4) tkvcu_k_run<4, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else if (width == 1) tkvcu_k_run<1, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else if (width == 5) tkvcu_k_run<5, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else if (width == 6) tkvcu_k_run<6, NT>(s, zero, slot, at, q, meta, n, g, t);
+    else tkvcu_k_run<8, NT>(s, zero, slot, at, q, meta, n, g, t);
 }
 
 /* Bytes of a tile beside its 1-bit half, by width. */
@@ -307,8 +312,8 @@ TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
     return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
 }
 
-/* Planes P0 .. P1-1 of all slabs of a K side. */
-template <int D, int P0, int P1, int NT>
+/* All slabs of a K side. */
+template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
                                  const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
     float zero[NT][4];
@@ -321,14 +326,14 @@ TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], cons
     at.half = 0;
     if (side.kind == TKVCU_KIVI) {
         at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<P0, P1, NT>(side.half_bits / 2, s, zero, slot, at, q, meta, D / 16, g, t);
+        tkvcu_k_width<NT>(side.half_bits / 2, s, zero, slot, at, q, meta, D / 16, g, t);
     } else {
         at.halves = 0;
         for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
         for (w = 6; w > 0; w--) {
             const int n = side.slabs[w];
             if (n == 0) continue;
-            tkvcu_k_width<P0, P1, NT>(w, s, zero, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
+            tkvcu_k_width<NT>(w, s, zero, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
             at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
             at.half += w % 2 ? 4 * n : 0;
             done += n;
@@ -345,7 +350,7 @@ TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], cons
         }
     }
     TKVCU_UNROLL
-    for (w = P0; w < P1; w++) TKVCU_UNROLL
+    for (w = 0; w < 4; w++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
 }
@@ -478,7 +483,8 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
 #define TKVCU_PLANE_(P)                                                                                      \
     tkvcu_fragment<W, P>(tile, a);                                                                           \
-    TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
+    TKVCU_UNROLL                                                                                             \
+    for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
@@ -567,12 +573,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const t
         for (p = 0; p < 4; p++) s[p][nt][i] = mean;
     }
     __syncwarp();
-    if (side.kind == TKVCU_KIVI && side.group == 32) {
-        tkvcu_k_planes<D, 0, 2, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-        tkvcu_k_planes<D, 2, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta + D / 4, me.g, me.t);
-    } else {
-        tkvcu_k_planes<D, 0, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-    }
+    tkvcu_k_planes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
     tkvcu_weigh(j, k, u, s, position, me.g, me.t);
 }
 
@@ -580,10 +581,10 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
                                 const float s[4][NT][4], const uint8_t *slot) {
     const tkvcu_side &side = b.side[1];
-    const int groups = side.kind == TKVCU_KIVI ? tkvcu_div_up(D, side.group) : 1;
+    const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
-    int i, p, nt, n;
+    int i, p, nt;
     tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
     __syncwarp();
     if (VG == 1 || groups == 1) {
@@ -591,9 +592,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
         tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
     } else {
         for (i = 0; i < groups; i++) {
-            n = side.group / 16;
             tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, n * i, n, me.g, me.t);
+            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
         }
     }
     if (side.kind == TKVCU_KIVI) {
@@ -880,7 +880,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_bl
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
-    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? b.side[1].group : D;
+    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -924,7 +924,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_bl
 }
 
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] units up to the end of each */
@@ -974,8 +974,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
         at = unit - (e ? ends[e - 1] : 0);
         k.head = at / tkvcu_units_of(k.reach);
         at %= tkvcu_units_of(k.reach);
-        for (k.part = 0; at >= k.reach.units[k.part]; k.part++) at -= k.reach.units[k.part];
-        n = k.reach.units[k.part] - at;
+        for (k.part = 0; at >= tkvcu_units_in(k.reach, k.part); k.part++)
+            at -= tkvcu_units_in(k.reach, k.part);
+        n = tkvcu_units_in(k.reach, k.part) - at;
         if (n > end - unit) n = end - unit;
         unit += n;
         TKVCU_UNROLL

@@ -81,12 +81,6 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
     return y;
 }
 
-TKVCU_DEVICE float tkvcu_f16_hi(uint32_t x) {
-    float y;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(y) : "r"(x));
-    return y;
-}
-
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
