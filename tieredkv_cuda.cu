@@ -220,6 +220,7 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 
 #define TKVCU_DEVICE static __device__ __forceinline__
 #define TKVCU_UNROLL _Pragma("unroll")
+#define TKVCU_ROLL _Pragma("unroll 1")
 
 /* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
@@ -306,6 +307,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #else
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
+#define TKVCU_ROLL
 #endif
 
 /* (x & mask) | or, one instruction where the compiler is let to see it. */
@@ -1129,13 +1131,24 @@ struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
     uint32_t scale02, scale13, zero02, zero13;
 };
 
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
+ * way. In shared memory: registers are for sums. */
+struct tkvcu_task {
+    tkvcu_reach reach;
+    int entry, head, part;
+    int at, left;               /* unit in the part, and units of it that are still to do */
+    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
+    int unit, end;              /* of all units */
+};
+
 template <int D, int NT> struct tkvcu_block {
+    tkvcu_task task;
     tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
-    int prefix[TKVCU_THREADS]; /* work space of sums over entries, and small answers */
-    int found, base;
+    int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2]; /* of the run */
 };
 
@@ -1157,6 +1170,26 @@ struct tkvcu_lane {
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
     uint8_t *p;          /* [NT][64 rows][8 columns] halves */
 };
+
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+    int nt, i, c;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            TKVCU_UNROLL
+            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
+        }
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            u.soft.m[nt][i] = TKVCU_START;
+            u.soft.l[nt][i] = 0.0f;
+            TKVCU_UNROLL
+            for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
+        }
+    }
+    u.top = 0;
+}
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
@@ -1243,6 +1276,7 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
         bias[nt][i] = 0.0f;
         run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
     }
+    TKVCU_ROLL
     for (k = 0; k < n; k++) {
         const tkvcu_scales m = meta[4 * k + t];
         const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
@@ -1492,14 +1526,6 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
 }
 
 /* >>units */
-/* What a block of threads works at: a part of one KV head of one entry. */
-struct tkvcu_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int group, columns; /* query heads of a KV head; all columns of it */
-    int column;         /* of this block of threads: the first */
-};
-
 TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.reach.len - j.n_queries + (k.column + column) / k.group;
 }
@@ -1543,7 +1569,7 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
 
 /* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
                                 const uint8_t *slot, int position) {
     const tkvcu_side &side = b.side[0];
@@ -1558,7 +1584,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const t
     }
     __syncwarp();
     tkvcu_k_planes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-    tkvcu_weigh(j, k, u, s, position, me.g, me.t);
+    tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
@@ -1602,7 +1628,7 @@ template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, in
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[NT][4],
                                 const uint8_t *slot, int position, int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
@@ -1634,7 +1660,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const t
         TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
-                      query = tkvcu_position_of_query(j, k, 8 * nt + 2 * me.t + i % 2);
+                      query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
             s[nt][i] =
                 row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
@@ -1710,8 +1736,9 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 /* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
  * for exact rows. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b) {
+TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
+    const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
@@ -1773,11 +1800,12 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
     u.top = top;
 }
 
-/* n units of region `region` from block (coded) or 16 rows (exact) number `first` on; the block's sides are in b. */
+/* The task's run; its sides are in b. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
-                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, int region, int first,
-                                  int n) {
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b,
+                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u) {
+    const tkvcu_task &k = b.task;
+    const int region = k.region, first = k.first, n = k.n;
     const tkvcu_view &view = j.view;
     const uint8_t *bytes = view.bytes[region] + (size_t)k.reach.seq * view.stride[region];
     const int exact = region >= TKVCU_SINKS, mine = n > me.warp ? tkvcu_div_up(n - me.warp, TKVCU_WARPS) : 0;
@@ -1813,10 +1841,10 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu
                 const int base = region == TKVCU_SINKS ? 0 : view.sinks;
                 const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
                 const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                if (i % 2 == 0) tkvcu_exact_k(j, k, b, me, u, s[0], slot, base + 16 * unit, rows);
+                if (i % 2 == 0) tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, rows);
                 else tkvcu_exact_v(b, me, u, s[0], slot);
             } else if (i % 2 == 0) {
-                tkvcu_coded_k(j, k, b, me, u, s, slot, view.sinks + 64 * unit);
+                tkvcu_coded_k(j, b, me, u, s, slot, view.sinks + 64 * unit);
             } else {
                 tkvcu_coded_v(b, me, u, s, slot);
             }
@@ -1826,41 +1854,29 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu
     tkvcu_cp_async_wait<0>();
 }
 
-/* The end of the blocks from `block` on, before `end`, that have its version. */
+/* Blocks from `block` on, at most n, that have its version. */
 template <int D, int NT>
-TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b, int block,
-                                    int end) {
-    const uint8_t *version = j.view.version + (size_t)k.reach.seq * (size_t)j.view.max_blocks;
-    const int v = version[block];
-    int from = block, i;
-    for (; from < end; from += TKVCU_THREADS) {
-        __syncthreads();
-        if (threadIdx.x == 0) b.found = end;
-        __syncthreads();
+TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+    const uint8_t *version =
+        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+    int from, i;
+    for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
-        if (i < end && version[i] != v) {
-            b.prefix[threadIdx.x] = 1;
-        } else {
-            b.prefix[threadIdx.x] = 0;
-        }
+        b.other[threadIdx.x] = i < n && version[i] != version[0];
         __syncthreads();
-        if (threadIdx.x == 0)
-            for (i = 0; i < TKVCU_THREADS && from + i < end; i++)
-                if (b.prefix[i]) {
-                    b.found = from + i;
-                    break;
-                }
+        for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
+            if (b.other[i]) return from + i;
         __syncthreads();
-        if (b.found < end) return b.found;
     }
-    return end;
+    return n;
 }
 
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b,
                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, uint8_t *rings,
                                size_t ring_bytes) {
+    const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
@@ -1907,17 +1923,88 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_bl
     __syncthreads();
 }
 
+/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
+    tkvcu_task k = b.task;
+    int per;
+    k.left = 0;
+    if (k.unit < k.end) {
+        while (ends[k.entry] <= k.unit) k.entry++;
+        k.reach = tkvcu_reach_of(j, k.entry);
+        per = tkvcu_units_of(k.reach);
+        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.at / per;
+        k.at %= per;
+        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
+            k.at -= tkvcu_units_in(k.reach, k.part);
+        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
+        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.unit += k.left;
+    }
+    b.task = k;
+}
+
+/* The next run of the part, its sides and queries. By all threads. */
+template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+    const tkvcu_task &k = b.task;
+    const tkvcu_list list = j.view.list[k.reach.seq];
+    const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
+    int region, first, n = k.left, version = 0;
+    if (k.part == 2) {
+        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.at;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
+        else n = tkvi_min(n, k.reach.sinks - k.at);
+    } else {
+        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_same_version(j, b, first, n);
+    }
+    __syncthreads();
+    if (tid < 2) {
+        const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
+        b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+    }
+    if (tid == 0) {
+        b.task.region = region;
+        b.task.first = first;
+        b.task.n = n;
+        b.task.at += n;
+        b.task.left -= n;
+    }
+    __syncthreads();
+    tkvcu_prepare(j, b);
+    __syncthreads();
+}
+
+/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
+    int sum = 0, e, i;
+    for (e = 0; e < j.n_entries; e += 32) {
+        int n = 0;
+        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) {
+            const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
+            if (lane >= i) n += before;
+        }
+        n += sum;
+        if (e + lane < j.n_entries) ends[e + lane] = n;
+        sum = __shfl_sync(0xffffffffu, n, 31);
+    }
+}
+
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
-    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] units up to the end of each */
-    const int heads = j.view.n_kv_heads, tid = (int)threadIdx.x;
+    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
+    const int tid = (int)threadIdx.x;
     const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024 * NT);
     uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
     tkvcu_lane me;
-    tkvcu_task k;
-    int unit, end, total, e, i;
     me.lane = tid % 32;
     me.warp = tid / 32;
     me.g = me.lane / 4;
@@ -1926,89 +2013,31 @@ __global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_k
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
-    k.group = j.view.n_heads / heads;
-    k.columns = k.group * j.n_queries;
-    k.column = 8 * NT * (int)blockIdx.y;
     if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
-    if (me.warp == 0) { /* ends of the entries: a running sum, 32 at a time */
-        int sum = 0;
-        for (e = 0; e < j.n_entries; e += 32) {
-            int n = 0;
-            if (e + me.lane < j.n_entries) n = heads * tkvcu_units_of(tkvcu_reach_of(j, e + me.lane));
-            TKVCU_UNROLL
-            for (i = 1; i < 32; i *= 2) {
-                const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
-                if (me.lane >= i) n += before;
-            }
-            n += sum;
-            if (e + me.lane < j.n_entries) ends[e + me.lane] = n;
-            sum = __shfl_sync(0xffffffffu, n, 31);
-        }
+    if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    __syncthreads();
+    if (tid == 0) {
+        const int total = ends[j.n_entries - 1];
+        b.task.entry = 0;
+        b.task.group = j.view.n_heads / j.view.n_kv_heads;
+        b.task.columns = b.task.group * j.n_queries;
+        b.task.column = 8 * NT * (int)blockIdx.y;
+        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_part(j, b, ends);
     }
     __syncthreads();
-    total = ends[j.n_entries - 1];
-    unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-    end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-    for (e = 0; unit < end;) {
+    while (b.task.left > 0) {
         tkvcu_sums<D, NT, VG> u;
-        int at, n, done, c, nt;
-        while (ends[e] <= unit) e++;
-        k.entry = e;
-        k.reach = tkvcu_reach_of(j, e);
-        at = unit - (e ? ends[e - 1] : 0);
-        k.head = at / tkvcu_units_of(k.reach);
-        at %= tkvcu_units_of(k.reach);
-        for (k.part = 0; at >= tkvcu_units_in(k.reach, k.part); k.part++)
-            at -= tkvcu_units_in(k.reach, k.part);
-        n = tkvcu_units_in(k.reach, k.part) - at;
-        if (n > end - unit) n = end - unit;
-        unit += n;
-        TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            TKVCU_UNROLL
-            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
-            if (i < 2) {
-                u.soft.m[nt][i] = TKVCU_START;
-                u.soft.l[nt][i] = 0.0f;
-                TKVCU_UNROLL
-                for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
-            }
+        tkvcu_begin(u);
+        while (b.task.left > 0) {
+            tkvcu_next_run(j, b);
+            tkvcu_run_units(j, b, me, u);
+            __syncthreads();
         }
-        u.top = 0;
-        for (; n > 0; n -= done, at += done) {
-            const tkvcu_list list = j.view.list[k.reach.seq];
-            int region, first, version = 0;
-            if (k.part == 2 && at < k.reach.sinks) {
-                region = TKVCU_SINKS;
-                first = at;
-                done = k.reach.sinks - at;
-            } else if (k.part == 2) {
-                const int coded = list.archive + list.warm;
-                region = TKVCU_HOT;
-                first = at - k.reach.sinks + 4 * (k.reach.first > coded ? k.reach.first : coded);
-                done = n;
-            } else {
-                const int from = k.part == 0 || k.reach.first > list.archive ? k.reach.first : list.archive;
-                region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-                first = from + at;
-                version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
-                done = tkvcu_same_version(j, k, b, first, first + n) - first;
-            }
-            if (done > n) done = n;
-            __syncthreads();
-            if (tid < 2)
-                b.side[tid] =
-                    j.view
-                        .side[((size_t)(version * TKVCU_REGIONS + region) * (size_t)heads + (size_t)k.head) *
-                                  2 +
-                              (size_t)tid];
-            __syncthreads();
-            tkvcu_prepare(j, k, b);
-            __syncthreads();
-            tkvcu_run_units(j, k, b, me, u, region, first, done);
-        }
-        tkvcu_finish(j, k, b, me, u, rings, ring_bytes);
+        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        if (tid == 0) tkvcu_next_part(j, b, ends);
+        __syncthreads();
     }
 }
 
