@@ -1128,7 +1128,7 @@ TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
 
 /* >>what a block of threads shares, and what a warp has of its own */
 struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
-    uint32_t scale02, scale13, zero02, zero13;
+    tkvcu_words scale, zero;
 };
 
 /* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
@@ -1230,18 +1230,18 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
             const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
-            x.scale02 = tkvcu_prmt(a.x, a.y, 0x5410);
-            x.scale13 = tkvcu_prmt(a.x, a.y, 0x7632);
-            x.zero02 = tkvcu_prmt(z.x, z.y, 0x5410);
-            x.zero13 = tkvcu_prmt(z.x, z.y, 0x7632);
+            x.scale.x = tkvcu_prmt(a.x, a.y, 0x5410);
+            x.scale.y = tkvcu_prmt(a.x, a.y, 0x7632);
+            x.zero.x = tkvcu_prmt(z.x, z.y, 0x5410);
+            x.zero.y = tkvcu_prmt(z.x, z.y, 0x7632);
         } else {
             const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
             const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
             const int width = tkvcu_width_of(s, i / 4);
             if (width == 0) { /* the block's mean as a half, low bytes and high bytes apart */
-                x.scale02 = x.scale13 = 0;
-                x.zero02 = tkvcu_prmt(logs, offsets, 0x6240);
-                x.zero13 = tkvcu_prmt(logs, offsets, 0x7351);
+                x.scale.x = x.scale.y = 0;
+                x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
+                x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
             } else {
                 const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
                 float scale[4], zero[4];
@@ -1252,19 +1252,19 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
                     scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
                     zero[r] = scale[r] * ((float)offset * unit - middle);
                 }
-                x.scale02 = tkvcu_halves(scale[0], scale[2]);
-                x.scale13 = tkvcu_halves(scale[1], scale[3]);
-                x.zero02 = tkvcu_halves(zero[0], zero[2]);
-                x.zero13 = tkvcu_halves(zero[1], zero[3]);
+                x.scale.x = tkvcu_halves(scale[0], scale[2]);
+                x.scale.y = tkvcu_halves(scale[1], scale[3]);
+                x.zero.x = tkvcu_halves(zero[0], zero[2]);
+                x.zero.y = tkvcu_halves(zero[1], zero[3]);
             }
         }
         meta[i] = x;
     }
 }
 
-/* n slabs, all of width W: S += codes (q scale), zero += zeros q. */
+/* n slabs, all of width W: S += codes (q scale). */
 template <int W, int NT>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot,
                               const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                               int g, int t) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
@@ -1278,17 +1278,14 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
     }
     TKVCU_ROLL
     for (k = 0; k < n; k++) {
-        const tkvcu_scales m = meta[4 * k + t];
-        const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
+        const tkvcu_words m = meta[4 * k + t].scale;
         uint32_t scaled[NT][2], a[4];
         tkvcu_tile<W> tile;
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            const uint32_t plain[2] = {x.x, x.y};
-            scaled[nt][0] = tkvcu_hmul2(x.x, m.scale02);
-            scaled[nt][1] = tkvcu_hmul2(x.y, m.scale13);
-            tkvcu_mma_f16(zero[nt], z, plain);
+            scaled[nt][0] = tkvcu_hmul2(x.x, m.x);
+            scaled[nt][1] = tkvcu_hmul2(x.y, m.y);
             tkvcu_mma_f16(bias[nt], minus, scaled[nt]);
         }
         tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
@@ -1313,16 +1310,16 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
 
 /* A run of a width that is known when it runs. */
 template <int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
+TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot,
                                 const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                                 int g, int t) {
-    if (width == 2) tkvcu_k_run<2, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, NT>(s, zero, slot, at, q, meta, n, g, t);
+    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
+    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
 }
 
 /* Bytes of a tile beside its 1-bit half, by width. */
@@ -1330,47 +1327,60 @@ TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
     return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
 }
 
-/* All slabs of a K side. */
+/* S = zeros q and static means q, all slabs: the same for all tokens. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                 const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
-    float zero[NT][4];
-    tkvcu_tiles at;
-    int w, i, nt, done = 0;
+TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const tkvcu_scales *meta,
+                                const float *mean, int g, int t) {
+    int p, k, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) zero[nt][i] = 0.0f;
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        const tkvcu_words m = meta[4 * k + t].zero;
+        const uint32_t z[4] = {m.x, m.x, m.y, m.y};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
+            const uint32_t plain[2] = {x.x, x.y};
+            tkvcu_mma_f16(s[0][nt], z, plain);
+        }
+    }
+    TKVCU_UNROLL
+    for (p = 1; p < 4; p++) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) s[p][nt][i] = s[0][nt][i];
+        }
+    }
+}
+
+/* All slabs of a K side; those without bits are means alone. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+    tkvcu_tiles at;
+    int w, done = 0;
     at.wide = 0;
     at.half = 0;
     if (side.kind == TKVCU_KIVI) {
         at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<NT>(side.half_bits / 2, s, zero, slot, at, q, meta, D / 16, g, t);
-    } else {
-        at.halves = 0;
-        for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
-        for (w = 6; w > 0; w--) {
-            const int n = side.slabs[w];
-            if (n == 0) continue;
-            tkvcu_k_width<NT>(w, s, zero, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
-            at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
-            at.half += w % 2 ? 4 * n : 0;
-            done += n;
-        }
-        for (; done < D / 16; done++) { /* without bits: means alone */
-            const tkvcu_scales m = meta[4 * done + t];
-            const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
-            TKVCU_UNROLL
-            for (nt = 0; nt < NT; nt++) {
-                const tkvcu_words x = q[(done * NT + nt) * 32 + 4 * g + t];
-                const uint32_t plain[2] = {x.x, x.y};
-                tkvcu_mma_f16(zero[nt], z, plain);
-            }
-        }
+        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
+        return;
     }
-    TKVCU_UNROLL
-    for (w = 0; w < 4; w++) TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
+    at.halves = 0;
+    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
+    for (w = 6; w > 0; w--) {
+        const int n = side.slabs[w];
+        if (n == 0) continue;
+        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
+        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
+        at.half += w % 2 ? 4 * n : 0;
+        done += n;
+    }
 }
 
 /* >>softmax */
@@ -1573,17 +1583,10 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
                                 const uint8_t *slot, int position) {
     const tkvcu_side &side = b.side[0];
-    int p, nt, i;
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        const float mean = b.mean[8 * nt + 2 * me.t + i % 2];
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) s[p][nt][i] = mean;
-    }
     __syncwarp();
-    tkvcu_k_planes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
     tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
@@ -1597,15 +1600,6 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     int i, p, nt;
     tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
     __syncwarp();
-    if (VG == 1 || groups == 1) {
-        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
-    } else {
-        for (i = 0; i < groups; i++) {
-            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
-        }
-    }
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
         for (i = 0; i < VG; i++) {
@@ -1618,6 +1612,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
                 u.zero[i][nt][0] += s[p][nt][0] * x + s[p][nt][2] * y;
                 u.zero[i][nt][1] += s[p][nt][1] * x + s[p][nt][3] * y;
             }
+        }
+    }
+    if (VG == 1 || groups == 1) {
+        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    } else {
+        for (i = 0; i < groups; i++) {
+            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
+            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
         }
     }
 }
@@ -1800,56 +1803,60 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
     u.top = top;
 }
 
-/* The task's run; its sides are in b. */
-template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b,
-                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u) {
+/* Rows of the task's region that are there, from 16 exact ones' first on. */
+TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+}
+
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
+ * lies beyond the run is an empty group of copies, so that counting them goes on. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
     const tkvcu_task &k = b.task;
-    const int region = k.region, first = k.first, n = k.n;
-    const tkvcu_view &view = j.view;
-    const uint8_t *bytes = view.bytes[region] + (size_t)k.reach.seq * view.stride[region];
-    const int exact = region >= TKVCU_SINKS, mine = n > me.warp ? tkvcu_div_up(n - me.warp, TKVCU_WARPS) : 0;
-    float s[4][NT][4];
-    int i, ahead;
-    if (!exact) tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
-    for (i = 1 - TKVCU_SLOTS; i < 2 * mine; i++) {
-        ahead = i + TKVCU_SLOTS - 1;
-        if (ahead < 2 * mine) {
-            const tkvcu_side &side = b.side[ahead % 2];
-            const int unit = first + me.warp + TKVCU_WARPS * (ahead / 2);
-            uint8_t *slot = me.ring + ahead % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int block = unit / 4, row = unit % 4 * 16;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                const uint8_t *from =
-                    bytes + (size_t)(block % view.ring[region]) * view.block[region] + side.at;
-                tkvcu_load_rows<D>(slot, from + row * (2 * D), rows, me.lane);
-            } else {
-                tkvcu_load(slot, bytes + (size_t)(unit % view.ring[region]) * view.block[region] + side.at,
-                           side.bytes, me.lane);
-            }
+    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+    if (nth < k.n) {
+        const int block = EXACT ? unit / 4 : unit;
+        const tkvcu_side &side = b.side[i % 2];
+        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
+                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
+        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
+        else tkvcu_load(slot, from, side.bytes, me.lane);
+    }
+    tkvcu_cp_async_commit();
+}
+
+/* Side number i has come. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
+    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+    __syncwarp();
+    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+}
+
+/* The task's run; its sides are in b. */
+template <int D, int NT, int VG, int EXACT>
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                  tkvcu_sums<D, NT, VG> &u) {
+    int i;
+    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
+    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
+        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
+        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+        float s[4][NT][4];
+        if (EXACT) {
+            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_v(b, me, u, s[0], slot);
+        } else {
+            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_v(b, me, u, s, slot);
         }
-        tkvcu_cp_async_commit();
-        if (i < 0) continue;
-        tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
-        __syncwarp();
-        {
-            const int unit = first + me.warp + TKVCU_WARPS * (i / 2);
-            const uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int base = region == TKVCU_SINKS ? 0 : view.sinks;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                if (i % 2 == 0) tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, rows);
-                else tkvcu_exact_v(b, me, u, s[0], slot);
-            } else if (i % 2 == 0) {
-                tkvcu_coded_k(j, b, me, u, s, slot, view.sinks + 64 * unit);
-            } else {
-                tkvcu_coded_v(b, me, u, s, slot);
-            }
-        }
-        __syncwarp();
     }
     tkvcu_cp_async_wait<0>();
 }
@@ -2032,7 +2039,12 @@ __global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_k
         tkvcu_begin(u);
         while (b.task.left > 0) {
             tkvcu_next_run(j, b);
-            tkvcu_run_units(j, b, me, u);
+            if (b.task.region >= TKVCU_SINKS) {
+                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
+            } else {
+                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
+                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
+            }
             __syncthreads();
         }
         tkvcu_finish(j, b, me, u, rings, ring_bytes);
