@@ -220,6 +220,7 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 
 #define TKVCU_DEVICE static __device__ __forceinline__
 #define TKVCU_UNROLL _Pragma("unroll")
+#define TKVCU_ROLL _Pragma("unroll 1")
 
 /* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
@@ -284,12 +285,6 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
     return y;
 }
 
-TKVCU_DEVICE float tkvcu_f16_hi(uint32_t x) {
-    float y;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(y) : "r"(x));
-    return y;
-}
-
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
@@ -312,6 +307,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #else
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
+#define TKVCU_ROLL
 #endif
 
 /* (x & mask) | or, one instruction where the compiler is let to see it. */
@@ -1079,6 +1075,11 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     return r;
 }
 
+/* Of one part: registers have no index that is known only when it runs. */
+TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
+    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+}
+
 TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
 
 TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
@@ -1127,16 +1128,27 @@ TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
 
 /* >>what a block of threads shares, and what a warp has of its own */
 struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
-    uint32_t scale02, scale13, zero02, zero13;
+    tkvcu_words scale, zero;
+};
+
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
+ * way. In shared memory: registers are for sums. */
+struct tkvcu_task {
+    tkvcu_reach reach;
+    int entry, head, part;
+    int at, left;               /* unit in the part, and units of it that are still to do */
+    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
+    int unit, end;              /* of all units */
 };
 
 template <int D, int NT> struct tkvcu_block {
+    tkvcu_task task;
     tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
-    int prefix[TKVCU_THREADS]; /* work space of sums over entries, and small answers */
-    int found, base;
+    int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2]; /* of the run */
 };
 
@@ -1158,6 +1170,26 @@ struct tkvcu_lane {
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
     uint8_t *p;          /* [NT][64 rows][8 columns] halves */
 };
+
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+    int nt, i, c;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            TKVCU_UNROLL
+            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
+        }
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            u.soft.m[nt][i] = TKVCU_START;
+            u.soft.l[nt][i] = 0.0f;
+            TKVCU_UNROLL
+            for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
+        }
+    }
+    u.top = 0;
+}
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
@@ -1192,25 +1224,24 @@ template <int D>
 TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
                                const uint32_t *mantissa) {
     const uint8_t *m = slot + s.code_bytes;
-    const int groups = s.kind == TKVCU_KIVI ? 64 / s.group : 1;
     int i;
-    for (i = lane; i < groups * (D / 4); i += 32) {
+    for (i = lane; i < D / 4; i += 32) {
         tkvcu_scales x;
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
-            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + groups * 2 * D + 8 * i);
-            x.scale02 = tkvcu_prmt(a.x, a.y, 0x5410);
-            x.scale13 = tkvcu_prmt(a.x, a.y, 0x7632);
-            x.zero02 = tkvcu_prmt(z.x, z.y, 0x5410);
-            x.zero13 = tkvcu_prmt(z.x, z.y, 0x7632);
+            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
+            x.scale.x = tkvcu_prmt(a.x, a.y, 0x5410);
+            x.scale.y = tkvcu_prmt(a.x, a.y, 0x7632);
+            x.zero.x = tkvcu_prmt(z.x, z.y, 0x5410);
+            x.zero.y = tkvcu_prmt(z.x, z.y, 0x7632);
         } else {
             const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
             const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
             const int width = tkvcu_width_of(s, i / 4);
             if (width == 0) { /* the block's mean as a half, low bytes and high bytes apart */
-                x.scale02 = x.scale13 = 0;
-                x.zero02 = tkvcu_prmt(logs, offsets, 0x6240);
-                x.zero13 = tkvcu_prmt(logs, offsets, 0x7351);
+                x.scale.x = x.scale.y = 0;
+                x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
+                x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
             } else {
                 const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
                 float scale[4], zero[4];
@@ -1221,19 +1252,19 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
                     scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
                     zero[r] = scale[r] * ((float)offset * unit - middle);
                 }
-                x.scale02 = tkvcu_halves(scale[0], scale[2]);
-                x.scale13 = tkvcu_halves(scale[1], scale[3]);
-                x.zero02 = tkvcu_halves(zero[0], zero[2]);
-                x.zero13 = tkvcu_halves(zero[1], zero[3]);
+                x.scale.x = tkvcu_halves(scale[0], scale[2]);
+                x.scale.y = tkvcu_halves(scale[1], scale[3]);
+                x.zero.x = tkvcu_halves(zero[0], zero[2]);
+                x.zero.y = tkvcu_halves(zero[1], zero[3]);
             }
         }
         meta[i] = x;
     }
 }
 
-/* Slabs first .. first+n-1, all of width W, planes P0 .. P1-1 of them: S += codes (q scale) and zeros. */
-template <int W, int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
+/* n slabs, all of width W: S += codes (q scale). */
+template <int W, int NT>
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot,
                               const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                               int g, int t) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
@@ -1245,26 +1276,25 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
         bias[nt][i] = 0.0f;
         run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
     }
+    TKVCU_ROLL
     for (k = 0; k < n; k++) {
-        const tkvcu_scales m = meta[4 * k + t];
-        const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
+        const tkvcu_words m = meta[4 * k + t].scale;
         uint32_t scaled[NT][2], a[4];
         tkvcu_tile<W> tile;
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            const uint32_t plain[2] = {x.x, x.y};
-            scaled[nt][0] = tkvcu_hmul2(x.x, m.scale02);
-            scaled[nt][1] = tkvcu_hmul2(x.y, m.scale13);
-            tkvcu_mma_f16(zero[nt], z, plain);
+            scaled[nt][0] = tkvcu_hmul2(x.x, m.x);
+            scaled[nt][1] = tkvcu_hmul2(x.y, m.y);
             tkvcu_mma_f16(bias[nt], minus, scaled[nt]);
         }
         tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
 #define TKVCU_PLANE_(P)                                                                                      \
-    if (P >= P0 && P < P1) {                                                                                 \
+    {                                                                                                        \
         tkvcu_fragment<W, P>(tile, a);                                                                       \
-        TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                   \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
     }
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
@@ -1273,23 +1303,23 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
 #undef TKVCU_PLANE_
     }
     TKVCU_UNROLL
-    for (k = P0; k < P1; k++) TKVCU_UNROLL
+    for (k = 0; k < 4; k++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
 }
 
 /* A run of a width that is known when it runs. */
-template <int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
+template <int NT>
+TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot,
                                 const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
                                 int g, int t) {
-    if (width == 2) tkvcu_k_run<2, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
+    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
+    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
 }
 
 /* Bytes of a tile beside its 1-bit half, by width. */
@@ -1297,47 +1327,60 @@ TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
     return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
 }
 
-/* Planes P0 .. P1-1 of all slabs of a K side. */
-template <int D, int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                 const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
-    float zero[NT][4];
-    tkvcu_tiles at;
-    int w, i, nt, done = 0;
+/* S = zeros q and static means q, all slabs: the same for all tokens. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const tkvcu_scales *meta,
+                                const float *mean, int g, int t) {
+    int p, k, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) zero[nt][i] = 0.0f;
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        const tkvcu_words m = meta[4 * k + t].zero;
+        const uint32_t z[4] = {m.x, m.x, m.y, m.y};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
+            const uint32_t plain[2] = {x.x, x.y};
+            tkvcu_mma_f16(s[0][nt], z, plain);
+        }
+    }
+    TKVCU_UNROLL
+    for (p = 1; p < 4; p++) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) s[p][nt][i] = s[0][nt][i];
+        }
+    }
+}
+
+/* All slabs of a K side; those without bits are means alone. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+    tkvcu_tiles at;
+    int w, done = 0;
     at.wide = 0;
     at.half = 0;
     if (side.kind == TKVCU_KIVI) {
         at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<P0, P1, NT>(side.half_bits / 2, s, zero, slot, at, q, meta, D / 16, g, t);
-    } else {
-        at.halves = 0;
-        for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
-        for (w = 6; w > 0; w--) {
-            const int n = side.slabs[w];
-            if (n == 0) continue;
-            tkvcu_k_width<P0, P1, NT>(w, s, zero, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
-            at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
-            at.half += w % 2 ? 4 * n : 0;
-            done += n;
-        }
-        for (; done < D / 16; done++) { /* without bits: means alone */
-            const tkvcu_scales m = meta[4 * done + t];
-            const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
-            TKVCU_UNROLL
-            for (nt = 0; nt < NT; nt++) {
-                const tkvcu_words x = q[(done * NT + nt) * 32 + 4 * g + t];
-                const uint32_t plain[2] = {x.x, x.y};
-                tkvcu_mma_f16(zero[nt], z, plain);
-            }
-        }
+        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
+        return;
     }
-    TKVCU_UNROLL
-    for (w = P0; w < P1; w++) TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
+    at.halves = 0;
+    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
+    for (w = 6; w > 0; w--) {
+        const int n = side.slabs[w];
+        if (n == 0) continue;
+        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
+        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
+        at.half += w % 2 ? 4 * n : 0;
+        done += n;
+    }
 }
 
 /* >>softmax */
@@ -1468,7 +1511,8 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
 #define TKVCU_PLANE_(P)                                                                                      \
     tkvcu_fragment<W, P>(tile, a);                                                                           \
-    TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
+    TKVCU_UNROLL                                                                                             \
+    for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
@@ -1492,14 +1536,6 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
 }
 
 /* >>units */
-/* What a block of threads works at: a part of one KV head of one entry. */
-struct tkvcu_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int group, columns; /* query heads of a KV head; all columns of it */
-    int column;         /* of this block of threads: the first */
-};
-
 TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.reach.len - j.n_queries + (k.column + column) / k.group;
 }
@@ -1543,49 +1579,27 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
 
 /* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
                                 const uint8_t *slot, int position) {
     const tkvcu_side &side = b.side[0];
-    int p, nt, i;
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        const float mean = b.mean[8 * nt + 2 * me.t + i % 2];
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) s[p][nt][i] = mean;
-    }
     __syncwarp();
-    if (side.kind == TKVCU_KIVI && side.group == 32) {
-        tkvcu_k_planes<D, 0, 2, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-        tkvcu_k_planes<D, 2, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta + D / 4, me.g, me.t);
-    } else {
-        tkvcu_k_planes<D, 0, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-    }
-    tkvcu_weigh(j, k, u, s, position, me.g, me.t);
+    tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
                                 const float s[4][NT][4], const uint8_t *slot) {
     const tkvcu_side &side = b.side[1];
-    const int groups = side.kind == TKVCU_KIVI ? tkvcu_div_up(D, side.group) : 1;
+    const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
-    int i, p, nt, n;
+    int i, p, nt;
     tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
     __syncwarp();
-    if (VG == 1 || groups == 1) {
-        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
-    } else {
-        for (i = 0; i < groups; i++) {
-            n = side.group / 16;
-            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, n * i, n, me.g, me.t);
-        }
-    }
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
         for (i = 0; i < VG; i++) {
@@ -1600,6 +1614,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
         }
     }
+    if (VG == 1 || groups == 1) {
+        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    } else {
+        for (i = 0; i < groups; i++) {
+            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
+            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
+        }
+    }
 }
 
 /* 16 exact tokens. Here rows g and g + 8 are tokens, or channels, g and g + 8. */
@@ -1608,7 +1631,7 @@ template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, in
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[NT][4],
                                 const uint8_t *slot, int position, int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
@@ -1640,7 +1663,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const t
         TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
-                      query = tkvcu_position_of_query(j, k, 8 * nt + 2 * me.t + i % 2);
+                      query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
             s[nt][i] =
                 row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
@@ -1716,8 +1739,9 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 /* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
  * for exact rows. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b) {
+TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
+    const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
@@ -1779,98 +1803,91 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
     u.top = top;
 }
 
-/* n units of region `region` from block (coded) or 16 rows (exact) number `first` on; the block's sides are in b. */
-template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
-                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, int region, int first,
-                                  int n) {
-    const tkvcu_view &view = j.view;
-    const uint8_t *bytes = view.bytes[region] + (size_t)k.reach.seq * view.stride[region];
-    const int exact = region >= TKVCU_SINKS, mine = n > me.warp ? tkvcu_div_up(n - me.warp, TKVCU_WARPS) : 0;
-    float s[4][NT][4];
-    int i, ahead;
-    if (!exact) tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
-    for (i = 1 - TKVCU_SLOTS; i < 2 * mine; i++) {
-        ahead = i + TKVCU_SLOTS - 1;
-        if (ahead < 2 * mine) {
-            const tkvcu_side &side = b.side[ahead % 2];
-            const int unit = first + me.warp + TKVCU_WARPS * (ahead / 2);
-            uint8_t *slot = me.ring + ahead % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int block = unit / 4, row = unit % 4 * 16;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                const uint8_t *from =
-                    bytes + (size_t)(block % view.ring[region]) * view.block[region] + side.at;
-                tkvcu_load_rows<D>(slot, from + row * (2 * D), rows, me.lane);
-            } else {
-                tkvcu_load(slot, bytes + (size_t)(unit % view.ring[region]) * view.block[region] + side.at,
-                           side.bytes, me.lane);
-            }
+/* Rows of the task's region that are there, from 16 exact ones' first on. */
+TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+}
+
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
+ * lies beyond the run is an empty group of copies, so that counting them goes on. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+    const tkvcu_task &k = b.task;
+    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+    if (nth < k.n) {
+        const int block = EXACT ? unit / 4 : unit;
+        const tkvcu_side &side = b.side[i % 2];
+        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
+                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
+        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
+        else tkvcu_load(slot, from, side.bytes, me.lane);
+    }
+    tkvcu_cp_async_commit();
+}
+
+/* Side number i has come. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
+    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+    __syncwarp();
+    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+}
+
+/* The task's run; its sides are in b. */
+template <int D, int NT, int VG, int EXACT>
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                  tkvcu_sums<D, NT, VG> &u) {
+    int i;
+    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
+    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
+        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
+        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+        float s[4][NT][4];
+        if (EXACT) {
+            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_v(b, me, u, s[0], slot);
+        } else {
+            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_v(b, me, u, s, slot);
         }
-        tkvcu_cp_async_commit();
-        if (i < 0) continue;
-        tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
-        __syncwarp();
-        {
-            const int unit = first + me.warp + TKVCU_WARPS * (i / 2);
-            const uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int base = region == TKVCU_SINKS ? 0 : view.sinks;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                if (i % 2 == 0) tkvcu_exact_k(j, k, b, me, u, s[0], slot, base + 16 * unit, rows);
-                else tkvcu_exact_v(b, me, u, s[0], slot);
-            } else if (i % 2 == 0) {
-                tkvcu_coded_k(j, k, b, me, u, s, slot, view.sinks + 64 * unit);
-            } else {
-                tkvcu_coded_v(b, me, u, s, slot);
-            }
-        }
-        __syncwarp();
     }
     tkvcu_cp_async_wait<0>();
 }
 
-/* The end of the blocks from `block` on, before `end`, that have its version. */
+/* Blocks from `block` on, at most n, that have its version. */
 template <int D, int NT>
-TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b, int block,
-                                    int end) {
-    const uint8_t *version = j.view.version + (size_t)k.reach.seq * (size_t)j.view.max_blocks;
-    const int v = version[block];
-    int from = block, i;
-    for (; from < end; from += TKVCU_THREADS) {
-        __syncthreads();
-        if (threadIdx.x == 0) b.found = end;
-        __syncthreads();
+TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+    const uint8_t *version =
+        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+    int from, i;
+    for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
-        if (i < end && version[i] != v) {
-            b.prefix[threadIdx.x] = 1;
-        } else {
-            b.prefix[threadIdx.x] = 0;
-        }
+        b.other[threadIdx.x] = i < n && version[i] != version[0];
         __syncthreads();
-        if (threadIdx.x == 0)
-            for (i = 0; i < TKVCU_THREADS && from + i < end; i++)
-                if (b.prefix[i]) {
-                    b.found = from + i;
-                    break;
-                }
+        for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
+            if (b.other[i]) return from + i;
         __syncthreads();
-        if (b.found < end) return b.found;
     }
-    return end;
+    return n;
 }
 
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b,
                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, uint8_t *rings,
                                size_t ring_bytes) {
+    const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
-    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? b.side[1].group : D;
+    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -1913,17 +1930,88 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_bl
     __syncthreads();
 }
 
+/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
+    tkvcu_task k = b.task;
+    int per;
+    k.left = 0;
+    if (k.unit < k.end) {
+        while (ends[k.entry] <= k.unit) k.entry++;
+        k.reach = tkvcu_reach_of(j, k.entry);
+        per = tkvcu_units_of(k.reach);
+        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.at / per;
+        k.at %= per;
+        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
+            k.at -= tkvcu_units_in(k.reach, k.part);
+        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
+        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.unit += k.left;
+    }
+    b.task = k;
+}
+
+/* The next run of the part, its sides and queries. By all threads. */
+template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+    const tkvcu_task &k = b.task;
+    const tkvcu_list list = j.view.list[k.reach.seq];
+    const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
+    int region, first, n = k.left, version = 0;
+    if (k.part == 2) {
+        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.at;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
+        else n = tkvi_min(n, k.reach.sinks - k.at);
+    } else {
+        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_same_version(j, b, first, n);
+    }
+    __syncthreads();
+    if (tid < 2) {
+        const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
+        b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+    }
+    if (tid == 0) {
+        b.task.region = region;
+        b.task.first = first;
+        b.task.n = n;
+        b.task.at += n;
+        b.task.left -= n;
+    }
+    __syncthreads();
+    tkvcu_prepare(j, b);
+    __syncthreads();
+}
+
+/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
+    int sum = 0, e, i;
+    for (e = 0; e < j.n_entries; e += 32) {
+        int n = 0;
+        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) {
+            const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
+            if (lane >= i) n += before;
+        }
+        n += sum;
+        if (e + lane < j.n_entries) ends[e + lane] = n;
+        sum = __shfl_sync(0xffffffffu, n, 31);
+    }
+}
+
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
-    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] units up to the end of each */
-    const int heads = j.view.n_kv_heads, tid = (int)threadIdx.x;
+    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
+    const int tid = (int)threadIdx.x;
     const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024 * NT);
     uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
     tkvcu_lane me;
-    tkvcu_task k;
-    int unit, end, total, e, i;
     me.lane = tid % 32;
     me.warp = tid / 32;
     me.g = me.lane / 4;
@@ -1932,88 +2020,36 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
-    k.group = j.view.n_heads / heads;
-    k.columns = k.group * j.n_queries;
-    k.column = 8 * NT * (int)blockIdx.y;
     if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
-    if (me.warp == 0) { /* ends of the entries: a running sum, 32 at a time */
-        int sum = 0;
-        for (e = 0; e < j.n_entries; e += 32) {
-            int n = 0;
-            if (e + me.lane < j.n_entries) n = heads * tkvcu_units_of(tkvcu_reach_of(j, e + me.lane));
-            TKVCU_UNROLL
-            for (i = 1; i < 32; i *= 2) {
-                const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
-                if (me.lane >= i) n += before;
-            }
-            n += sum;
-            if (e + me.lane < j.n_entries) ends[e + me.lane] = n;
-            sum = __shfl_sync(0xffffffffu, n, 31);
-        }
+    if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    __syncthreads();
+    if (tid == 0) {
+        const int total = ends[j.n_entries - 1];
+        b.task.entry = 0;
+        b.task.group = j.view.n_heads / j.view.n_kv_heads;
+        b.task.columns = b.task.group * j.n_queries;
+        b.task.column = 8 * NT * (int)blockIdx.y;
+        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_part(j, b, ends);
     }
     __syncthreads();
-    total = ends[j.n_entries - 1];
-    unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-    end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-    for (e = 0; unit < end;) {
+    while (b.task.left > 0) {
         tkvcu_sums<D, NT, VG> u;
-        int at, n, done, c, nt;
-        while (ends[e] <= unit) e++;
-        k.entry = e;
-        k.reach = tkvcu_reach_of(j, e);
-        at = unit - (e ? ends[e - 1] : 0);
-        k.head = at / tkvcu_units_of(k.reach);
-        at %= tkvcu_units_of(k.reach);
-        for (k.part = 0; at >= k.reach.units[k.part]; k.part++) at -= k.reach.units[k.part];
-        n = k.reach.units[k.part] - at;
-        if (n > end - unit) n = end - unit;
-        unit += n;
-        TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            TKVCU_UNROLL
-            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
-            if (i < 2) {
-                u.soft.m[nt][i] = TKVCU_START;
-                u.soft.l[nt][i] = 0.0f;
-                TKVCU_UNROLL
-                for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
-            }
-        }
-        u.top = 0;
-        for (; n > 0; n -= done, at += done) {
-            const tkvcu_list list = j.view.list[k.reach.seq];
-            int region, first, version = 0;
-            if (k.part == 2 && at < k.reach.sinks) {
-                region = TKVCU_SINKS;
-                first = at;
-                done = k.reach.sinks - at;
-            } else if (k.part == 2) {
-                const int coded = list.archive + list.warm;
-                region = TKVCU_HOT;
-                first = at - k.reach.sinks + 4 * (k.reach.first > coded ? k.reach.first : coded);
-                done = n;
+        tkvcu_begin(u);
+        while (b.task.left > 0) {
+            tkvcu_next_run(j, b);
+            if (b.task.region >= TKVCU_SINKS) {
+                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
             } else {
-                const int from = k.part == 0 || k.reach.first > list.archive ? k.reach.first : list.archive;
-                region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-                first = from + at;
-                version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
-                done = tkvcu_same_version(j, k, b, first, first + n) - first;
+                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
+                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
             }
-            if (done > n) done = n;
             __syncthreads();
-            if (tid < 2)
-                b.side[tid] =
-                    j.view
-                        .side[((size_t)(version * TKVCU_REGIONS + region) * (size_t)heads + (size_t)k.head) *
-                                  2 +
-                              (size_t)tid];
-            __syncthreads();
-            tkvcu_prepare(j, k, b);
-            __syncthreads();
-            tkvcu_run_units(j, k, b, me, u, region, first, done);
         }
-        tkvcu_finish(j, k, b, me, u, rings, ring_bytes);
+        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        if (tid == 0) tkvcu_next_part(j, b, ends);
+        __syncthreads();
     }
 }
 
@@ -2153,7 +2189,7 @@ typedef struct tkvcu_split { /* what is the same in all calls */
     float *partial;
     int n_seqs, processors;
     int slot_bytes, meta_bytes,
-        groups; /* shared memory; groups of V's channels, the most of any side: 1, 2 or 4 */
+        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
 } tkvcu_split;
 
 /* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
@@ -2175,7 +2211,6 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
 
 /* Makes room for these sides too (host memory). */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
-    int k_groups = 1;
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
@@ -2183,32 +2218,33 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
         if (side[i].kind == TKVCU_EXACT) continue;
         s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
         if (side[i].kind != TKVCU_KIVI) continue;
-        k_groups = tkvi_max(k_groups, 64 / side[i].group);
-        while (s->groups * side[i].group < head_dim) s->groups *= 2;
+        s->groups = head_dim / 64;
     }
-    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(k_groups * head_dim * 4, 512 * s->groups));
+    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
 }
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
-/* The kernel for this, and its shared memory; `fixed` of it is one block's. */
-template <int D, int NT> static tkvcu_attend_function tkvcu_attend_of_groups(int groups, size_t *fixed) {
-    *fixed = sizeof(tkvcu_block<D, NT>);
-    if (groups == 1) return tkvcu_attend_kernel<D, NT, 1>;
-    return groups == 2 ? tkvcu_attend_kernel<D, NT, 2> : tkvcu_attend_kernel<D, NT, 4>;
-}
-
+/* The kernel for this, and its shared memory. */
 static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
                                              size_t *shared) {
-    tkvcu_attend_function f;
-    size_t fixed;
-    if (head_dim == 64 && n_tiles == 1) f = tkvcu_attend_of_groups<64, 1>(s->groups, &fixed);
-    else if (head_dim == 64) f = tkvcu_attend_of_groups<64, 2>(s->groups, &fixed);
-    else if (n_tiles == 1) f = tkvcu_attend_of_groups<128, 1>(s->groups, &fixed);
-    else f = tkvcu_attend_of_groups<128, 2>(s->groups, &fixed);
-    *shared = (fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
+    const struct {
+        int head_dim, n_tiles, groups;
+        tkvcu_attend_function kernel;
+        size_t fixed;
+    } row[] = {
+        {64, 1, 1, tkvcu_attend_kernel<64, 1, 1>, sizeof(tkvcu_block<64, 1>)},
+        {64, 2, 1, tkvcu_attend_kernel<64, 2, 1>, sizeof(tkvcu_block<64, 2>)},
+        {128, 1, 1, tkvcu_attend_kernel<128, 1, 1>, sizeof(tkvcu_block<128, 1>)},
+        {128, 1, 2, tkvcu_attend_kernel<128, 1, 2>, sizeof(tkvcu_block<128, 1>)},
+        {128, 2, 1, tkvcu_attend_kernel<128, 2, 1>, sizeof(tkvcu_block<128, 2>)},
+        {128, 2, 2, tkvcu_attend_kernel<128, 2, 2>, sizeof(tkvcu_block<128, 2>)},
+    };
+    size_t i = 0;
+    while (row[i].head_dim != head_dim || row[i].n_tiles != n_tiles || row[i].groups != s->groups) i++;
+    *shared = (row[i].fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
               (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
-    return f;
+    return row[i].kernel;
 }
 
 static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
@@ -2345,6 +2381,8 @@ static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int ex
     if (k < 0 || v < 0) return "a format that is not read here";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
         return "warm and archive tier take KIVI, Q8, A and R formats here";
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
+        return "KIVI formats want cfg.group_size = 64";
     return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
 }
 

@@ -229,7 +229,7 @@ TEST(formats) {
     int dim, group;
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++)
         for (dim = 64; dim <= 128; dim += 64)
-            for (group = 32; group <= 64; group += 32) {
+            for (group = 64; group <= 64; group += 32) {
                 tkv_config cfg = config_of(dim, 8, 2);
                 char name[64], k[16];
                 const char *v = strchr(pairs[i], '/');

@@ -89,6 +89,11 @@ TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
     return r;
 }
 
+/* Of one part: registers have no index that is known only when it runs. */
+TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
+    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+}
+
 TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
 
 TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
@@ -137,17 +142,28 @@ TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
 
 /* >>what a block of threads shares, and what a warp has of its own */
 struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
-    uint32_t scale02, scale13, zero02, zero13;
+    tkvcu_words scale, zero;
+};
+
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
+ * way. In shared memory: registers are for sums. */
+struct tkvcu_task {
+    tkvcu_reach reach;
+    int entry, head, part;
+    int at, left;               /* unit in the part, and units of it that are still to do */
+    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
+    int unit, end;              /* of all units */
 };
 
 template <int D, int NT> struct tkvcu_block {
+    tkvcu_task task;
     tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
-    int prefix[TKVCU_THREADS]; /* work space of sums over entries, and small answers */
-    int found, base;
-    tkvcu_side side[2]; /* of the run */
+    int other[TKVCU_THREADS]; /* bits: not the same version */
+    tkvcu_side side[2];       /* of the run */
 };
 
 template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; columns 2 t, 2 t + 1 */
@@ -168,6 +184,26 @@ struct tkvcu_lane {
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
     uint8_t *p;          /* [NT][64 rows][8 columns] halves */
 };
+
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+    int nt, i, c;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            TKVCU_UNROLL
+            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
+        }
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            u.soft.m[nt][i] = TKVCU_START;
+            u.soft.l[nt][i] = 0.0f;
+            TKVCU_UNROLL
+            for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
+        }
+    }
+    u.top = 0;
+}
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
@@ -202,25 +238,24 @@ template <int D>
 TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
                                const uint32_t *mantissa) {
     const uint8_t *m = slot + s.code_bytes;
-    const int groups = s.kind == TKVCU_KIVI ? 64 / s.group : 1;
     int i;
-    for (i = lane; i < groups * (D / 4); i += 32) {
+    for (i = lane; i < D / 4; i += 32) {
         tkvcu_scales x;
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
-            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + groups * 2 * D + 8 * i);
-            x.scale02 = tkvcu_prmt(a.x, a.y, 0x5410);
-            x.scale13 = tkvcu_prmt(a.x, a.y, 0x7632);
-            x.zero02 = tkvcu_prmt(z.x, z.y, 0x5410);
-            x.zero13 = tkvcu_prmt(z.x, z.y, 0x7632);
+            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
+            x.scale.x = tkvcu_prmt(a.x, a.y, 0x5410);
+            x.scale.y = tkvcu_prmt(a.x, a.y, 0x7632);
+            x.zero.x = tkvcu_prmt(z.x, z.y, 0x5410);
+            x.zero.y = tkvcu_prmt(z.x, z.y, 0x7632);
         } else {
             const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
             const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
             const int width = tkvcu_width_of(s, i / 4);
             if (width == 0) { /* the block's mean as a half, low bytes and high bytes apart */
-                x.scale02 = x.scale13 = 0;
-                x.zero02 = tkvcu_prmt(logs, offsets, 0x6240);
-                x.zero13 = tkvcu_prmt(logs, offsets, 0x7351);
+                x.scale.x = x.scale.y = 0;
+                x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
+                x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
             } else {
                 const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
                 float scale[4], zero[4];
@@ -231,21 +266,20 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
                     scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
                     zero[r] = scale[r] * ((float)offset * unit - middle);
                 }
-                x.scale02 = tkvcu_halves(scale[0], scale[2]);
-                x.scale13 = tkvcu_halves(scale[1], scale[3]);
-                x.zero02 = tkvcu_halves(zero[0], zero[2]);
-                x.zero13 = tkvcu_halves(zero[1], zero[3]);
+                x.scale.x = tkvcu_halves(scale[0], scale[2]);
+                x.scale.y = tkvcu_halves(scale[1], scale[3]);
+                x.zero.x = tkvcu_halves(zero[0], zero[2]);
+                x.zero.y = tkvcu_halves(zero[1], zero[3]);
             }
         }
         meta[i] = x;
     }
 }
 
-/* Slabs first .. first+n-1, all of width W, planes P0 .. P1-1 of them: S += codes (q scale) and zeros. */
-template <int W, int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
-                              const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
-                              int g, int t) {
+/* n slabs, all of width W: S += codes (q scale). */
+template <int W, int NT>
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
     float run[4][NT][4], bias[NT][4];
     int i, k, nt;
@@ -255,26 +289,25 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
         bias[nt][i] = 0.0f;
         run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
     }
+    TKVCU_ROLL
     for (k = 0; k < n; k++) {
-        const tkvcu_scales m = meta[4 * k + t];
-        const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
+        const tkvcu_words m = meta[4 * k + t].scale;
         uint32_t scaled[NT][2], a[4];
         tkvcu_tile<W> tile;
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            const uint32_t plain[2] = {x.x, x.y};
-            scaled[nt][0] = tkvcu_hmul2(x.x, m.scale02);
-            scaled[nt][1] = tkvcu_hmul2(x.y, m.scale13);
-            tkvcu_mma_f16(zero[nt], z, plain);
+            scaled[nt][0] = tkvcu_hmul2(x.x, m.x);
+            scaled[nt][1] = tkvcu_hmul2(x.y, m.y);
             tkvcu_mma_f16(bias[nt], minus, scaled[nt]);
         }
         tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
 #define TKVCU_PLANE_(P)                                                                                      \
-    if (P >= P0 && P < P1) {                                                                                 \
+    {                                                                                                        \
         tkvcu_fragment<W, P>(tile, a);                                                                       \
-        TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                   \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
     }
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
@@ -283,23 +316,22 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], float zero[NT][4], const uint8_
 #undef TKVCU_PLANE_
     }
     TKVCU_UNROLL
-    for (k = P0; k < P1; k++) TKVCU_UNROLL
+    for (k = 0; k < 4; k++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
 }
 
 /* A run of a width that is known when it runs. */
-template <int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], float zero[NT][4], const uint8_t *slot,
-                                const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
-                                int g, int t) {
-    if (width == 2) tkvcu_k_run<2, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, P0, P1, NT>(s, zero, slot, at, q, meta, n, g, t);
+template <int NT>
+TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
+    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
+    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
 }
 
 /* Bytes of a tile beside its 1-bit half, by width. */
@@ -307,47 +339,60 @@ TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
     return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
 }
 
-/* Planes P0 .. P1-1 of all slabs of a K side. */
-template <int D, int P0, int P1, int NT>
-TKVCU_DEVICE void tkvcu_k_planes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                 const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
-    float zero[NT][4];
-    tkvcu_tiles at;
-    int w, i, nt, done = 0;
+/* S = zeros q and static means q, all slabs: the same for all tokens. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const tkvcu_scales *meta,
+                                const float *mean, int g, int t) {
+    int p, k, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) zero[nt][i] = 0.0f;
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        const tkvcu_words m = meta[4 * k + t].zero;
+        const uint32_t z[4] = {m.x, m.x, m.y, m.y};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
+            const uint32_t plain[2] = {x.x, x.y};
+            tkvcu_mma_f16(s[0][nt], z, plain);
+        }
+    }
+    TKVCU_UNROLL
+    for (p = 1; p < 4; p++) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) s[p][nt][i] = s[0][nt][i];
+        }
+    }
+}
+
+/* All slabs of a K side; those without bits are means alone. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+    tkvcu_tiles at;
+    int w, done = 0;
     at.wide = 0;
     at.half = 0;
     if (side.kind == TKVCU_KIVI) {
         at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<P0, P1, NT>(side.half_bits / 2, s, zero, slot, at, q, meta, D / 16, g, t);
-    } else {
-        at.halves = 0;
-        for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
-        for (w = 6; w > 0; w--) {
-            const int n = side.slabs[w];
-            if (n == 0) continue;
-            tkvcu_k_width<P0, P1, NT>(w, s, zero, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
-            at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
-            at.half += w % 2 ? 4 * n : 0;
-            done += n;
-        }
-        for (; done < D / 16; done++) { /* without bits: means alone */
-            const tkvcu_scales m = meta[4 * done + t];
-            const uint32_t z[4] = {m.zero02, m.zero02, m.zero13, m.zero13};
-            TKVCU_UNROLL
-            for (nt = 0; nt < NT; nt++) {
-                const tkvcu_words x = q[(done * NT + nt) * 32 + 4 * g + t];
-                const uint32_t plain[2] = {x.x, x.y};
-                tkvcu_mma_f16(zero[nt], z, plain);
-            }
-        }
+        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
+        return;
     }
-    TKVCU_UNROLL
-    for (w = P0; w < P1; w++) TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) s[w][nt][i] += zero[nt][i];
+    at.halves = 0;
+    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
+    for (w = 6; w > 0; w--) {
+        const int n = side.slabs[w];
+        if (n == 0) continue;
+        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
+        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
+        at.half += w % 2 ? 4 * n : 0;
+        done += n;
+    }
 }
 
 /* >>softmax */
@@ -478,7 +523,8 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
 #define TKVCU_PLANE_(P)                                                                                      \
     tkvcu_fragment<W, P>(tile, a);                                                                           \
-    TKVCU_UNROLL for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
+    TKVCU_UNROLL                                                                                             \
+    for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
         TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
@@ -502,14 +548,6 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
 }
 
 /* >>units */
-/* What a block of threads works at: a part of one KV head of one entry. */
-struct tkvcu_task {
-    tkvcu_reach reach;
-    int entry, head, part;
-    int group, columns; /* query heads of a KV head; all columns of it */
-    int column;         /* of this block of threads: the first */
-};
-
 TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.reach.len - j.n_queries + (k.column + column) / k.group;
 }
@@ -553,49 +591,27 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
 
 /* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
-                                const uint8_t *slot, int position) {
+TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
+                                int position) {
     const tkvcu_side &side = b.side[0];
-    int p, nt, i;
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        const float mean = b.mean[8 * nt + 2 * me.t + i % 2];
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) s[p][nt][i] = mean;
-    }
     __syncwarp();
-    if (side.kind == TKVCU_KIVI && side.group == 32) {
-        tkvcu_k_planes<D, 0, 2, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-        tkvcu_k_planes<D, 2, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta + D / 4, me.g, me.t);
-    } else {
-        tkvcu_k_planes<D, 0, 4, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
-    }
-    tkvcu_weigh(j, k, u, s, position, me.g, me.t);
+    tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
                                 const float s[4][NT][4], const uint8_t *slot) {
     const tkvcu_side &side = b.side[1];
-    const int groups = side.kind == TKVCU_KIVI ? tkvcu_div_up(D, side.group) : 1;
+    const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
-    int i, p, nt, n;
+    int i, p, nt;
     tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
     __syncwarp();
-    if (VG == 1 || groups == 1) {
-        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
-    } else {
-        for (i = 0; i < groups; i++) {
-            n = side.group / 16;
-            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, n * i, n, me.g, me.t);
-        }
-    }
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
         for (i = 0; i < VG; i++) {
@@ -610,6 +626,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
         }
     }
+    if (VG == 1 || groups == 1) {
+        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    } else {
+        for (i = 0; i < groups; i++) {
+            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
+            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
+        }
+    }
 }
 
 /* 16 exact tokens. Here rows g and g + 8 are tokens, or channels, g and g + 8. */
@@ -618,9 +643,9 @@ template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, in
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[NT][4],
-                                const uint8_t *slot, int position, int rows) {
+TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
+                                int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
     float most[NT][2];
     int c, nt, i;
@@ -650,7 +675,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_task &k, const t
         TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
-                      query = tkvcu_position_of_query(j, k, 8 * nt + 2 * me.t + i % 2);
+                      query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
             s[nt][i] =
                 row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
@@ -725,9 +750,9 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 /* >>runs: units of one region and one version, so that all is read in one way */
 /* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
  * for exact rows. */
-template <int D, int NT>
-TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b) {
+template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
+    const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
@@ -789,98 +814,91 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
     u.top = top;
 }
 
-/* n units of region `region` from block (coded) or 16 rows (exact) number `first` on; the block's sides are in b. */
-template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
-                                  const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, int region, int first,
-                                  int n) {
-    const tkvcu_view &view = j.view;
-    const uint8_t *bytes = view.bytes[region] + (size_t)k.reach.seq * view.stride[region];
-    const int exact = region >= TKVCU_SINKS, mine = n > me.warp ? tkvcu_div_up(n - me.warp, TKVCU_WARPS) : 0;
-    float s[4][NT][4];
-    int i, ahead;
-    if (!exact) tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
-    for (i = 1 - TKVCU_SLOTS; i < 2 * mine; i++) {
-        ahead = i + TKVCU_SLOTS - 1;
-        if (ahead < 2 * mine) {
-            const tkvcu_side &side = b.side[ahead % 2];
-            const int unit = first + me.warp + TKVCU_WARPS * (ahead / 2);
-            uint8_t *slot = me.ring + ahead % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int block = unit / 4, row = unit % 4 * 16;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                const uint8_t *from =
-                    bytes + (size_t)(block % view.ring[region]) * view.block[region] + side.at;
-                tkvcu_load_rows<D>(slot, from + row * (2 * D), rows, me.lane);
-            } else {
-                tkvcu_load(slot, bytes + (size_t)(unit % view.ring[region]) * view.block[region] + side.at,
-                           side.bytes, me.lane);
-            }
+/* Rows of the task's region that are there, from 16 exact ones' first on. */
+TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+}
+
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
+ * lies beyond the run is an empty group of copies, so that counting them goes on. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+    const tkvcu_task &k = b.task;
+    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+    if (nth < k.n) {
+        const int block = EXACT ? unit / 4 : unit;
+        const tkvcu_side &side = b.side[i % 2];
+        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
+                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
+        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
+        else tkvcu_load(slot, from, side.bytes, me.lane);
+    }
+    tkvcu_cp_async_commit();
+}
+
+/* Side number i has come. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                      int i) {
+    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
+    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+    __syncwarp();
+    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+}
+
+/* The task's run; its sides are in b. */
+template <int D, int NT, int VG, int EXACT>
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                  tkvcu_sums<D, NT, VG> &u) {
+    int i;
+    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
+    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
+        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
+        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+        float s[4][NT][4];
+        if (EXACT) {
+            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_v(b, me, u, s[0], slot);
+        } else {
+            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_v(b, me, u, s, slot);
         }
-        tkvcu_cp_async_commit();
-        if (i < 0) continue;
-        tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
-        __syncwarp();
-        {
-            const int unit = first + me.warp + TKVCU_WARPS * (i / 2);
-            const uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
-            if (exact) {
-                const int base = region == TKVCU_SINKS ? 0 : view.sinks;
-                const int end = region == TKVCU_SINKS ? view.sinks : k.reach.len - view.sinks;
-                const int rows = (end < k.reach.len ? end : k.reach.len) - 16 * unit;
-                if (i % 2 == 0) tkvcu_exact_k(j, k, b, me, u, s[0], slot, base + 16 * unit, rows);
-                else tkvcu_exact_v(b, me, u, s[0], slot);
-            } else if (i % 2 == 0) {
-                tkvcu_coded_k(j, k, b, me, u, s, slot, view.sinks + 64 * unit);
-            } else {
-                tkvcu_coded_v(b, me, u, s, slot);
-            }
-        }
-        __syncwarp();
     }
     tkvcu_cp_async_wait<0>();
 }
 
-/* The end of the blocks from `block` on, before `end`, that have its version. */
+/* Blocks from `block` on, at most n, that have its version. */
 template <int D, int NT>
-TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b, int block,
-                                    int end) {
-    const uint8_t *version = j.view.version + (size_t)k.reach.seq * (size_t)j.view.max_blocks;
-    const int v = version[block];
-    int from = block, i;
-    for (; from < end; from += TKVCU_THREADS) {
-        __syncthreads();
-        if (threadIdx.x == 0) b.found = end;
-        __syncthreads();
+TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+    const uint8_t *version =
+        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+    int from, i;
+    for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
-        if (i < end && version[i] != v) {
-            b.prefix[threadIdx.x] = 1;
-        } else {
-            b.prefix[threadIdx.x] = 0;
-        }
+        b.other[threadIdx.x] = i < n && version[i] != version[0];
         __syncthreads();
-        if (threadIdx.x == 0)
-            for (i = 0; i < TKVCU_THREADS && from + i < end; i++)
-                if (b.prefix[i]) {
-                    b.found = from + i;
-                    break;
-                }
+        for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
+            if (b.other[i]) return from + i;
         __syncthreads();
-        if (b.found < end) return b.found;
     }
-    return end;
+    return n;
 }
 
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_block<D, NT> &b,
-                               const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, uint8_t *rings,
-                               size_t ring_bytes) {
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
+    const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
-    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? b.side[1].group : D;
+    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -923,17 +941,88 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, const tkvcu_task &k, tkvcu_bl
     __syncthreads();
 }
 
+/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
+    tkvcu_task k = b.task;
+    int per;
+    k.left = 0;
+    if (k.unit < k.end) {
+        while (ends[k.entry] <= k.unit) k.entry++;
+        k.reach = tkvcu_reach_of(j, k.entry);
+        per = tkvcu_units_of(k.reach);
+        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.at / per;
+        k.at %= per;
+        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
+            k.at -= tkvcu_units_in(k.reach, k.part);
+        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
+        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.unit += k.left;
+    }
+    b.task = k;
+}
+
+/* The next run of the part, its sides and queries. By all threads. */
+template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+    const tkvcu_task &k = b.task;
+    const tkvcu_list list = j.view.list[k.reach.seq];
+    const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
+    int region, first, n = k.left, version = 0;
+    if (k.part == 2) {
+        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.at;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
+        else n = tkvi_min(n, k.reach.sinks - k.at);
+    } else {
+        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_same_version(j, b, first, n);
+    }
+    __syncthreads();
+    if (tid < 2) {
+        const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
+        b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+    }
+    if (tid == 0) {
+        b.task.region = region;
+        b.task.first = first;
+        b.task.n = n;
+        b.task.at += n;
+        b.task.left -= n;
+    }
+    __syncthreads();
+    tkvcu_prepare(j, b);
+    __syncthreads();
+}
+
+/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
+    int sum = 0, e, i;
+    for (e = 0; e < j.n_entries; e += 32) {
+        int n = 0;
+        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) {
+            const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
+            if (lane >= i) n += before;
+        }
+        n += sum;
+        if (e + lane < j.n_entries) ends[e + lane] = n;
+        sum = __shfl_sync(0xffffffffu, n, 31);
+    }
+}
+
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
-    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] units up to the end of each */
-    const int heads = j.view.n_kv_heads, tid = (int)threadIdx.x;
+    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
+    const int tid = (int)threadIdx.x;
     const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024 * NT);
     uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
     tkvcu_lane me;
-    tkvcu_task k;
-    int unit, end, total, e, i;
     me.lane = tid % 32;
     me.warp = tid / 32;
     me.g = me.lane / 4;
@@ -942,88 +1031,36 @@ __global__ void __launch_bounds__(TKVCU_THREADS) tkvcu_attend_kernel(tkvcu_job j
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
-    k.group = j.view.n_heads / heads;
-    k.columns = k.group * j.n_queries;
-    k.column = 8 * NT * (int)blockIdx.y;
     if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
-    if (me.warp == 0) { /* ends of the entries: a running sum, 32 at a time */
-        int sum = 0;
-        for (e = 0; e < j.n_entries; e += 32) {
-            int n = 0;
-            if (e + me.lane < j.n_entries) n = heads * tkvcu_units_of(tkvcu_reach_of(j, e + me.lane));
-            TKVCU_UNROLL
-            for (i = 1; i < 32; i *= 2) {
-                const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
-                if (me.lane >= i) n += before;
-            }
-            n += sum;
-            if (e + me.lane < j.n_entries) ends[e + me.lane] = n;
-            sum = __shfl_sync(0xffffffffu, n, 31);
-        }
+    if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    __syncthreads();
+    if (tid == 0) {
+        const int total = ends[j.n_entries - 1];
+        b.task.entry = 0;
+        b.task.group = j.view.n_heads / j.view.n_kv_heads;
+        b.task.columns = b.task.group * j.n_queries;
+        b.task.column = 8 * NT * (int)blockIdx.y;
+        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_part(j, b, ends);
     }
     __syncthreads();
-    total = ends[j.n_entries - 1];
-    unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
-    end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-    for (e = 0; unit < end;) {
+    while (b.task.left > 0) {
         tkvcu_sums<D, NT, VG> u;
-        int at, n, done, c, nt;
-        while (ends[e] <= unit) e++;
-        k.entry = e;
-        k.reach = tkvcu_reach_of(j, e);
-        at = unit - (e ? ends[e - 1] : 0);
-        k.head = at / tkvcu_units_of(k.reach);
-        at %= tkvcu_units_of(k.reach);
-        for (k.part = 0; at >= k.reach.units[k.part]; k.part++) at -= k.reach.units[k.part];
-        n = k.reach.units[k.part] - at;
-        if (n > end - unit) n = end - unit;
-        unit += n;
-        TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            TKVCU_UNROLL
-            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
-            if (i < 2) {
-                u.soft.m[nt][i] = TKVCU_START;
-                u.soft.l[nt][i] = 0.0f;
-                TKVCU_UNROLL
-                for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
-            }
-        }
-        u.top = 0;
-        for (; n > 0; n -= done, at += done) {
-            const tkvcu_list list = j.view.list[k.reach.seq];
-            int region, first, version = 0;
-            if (k.part == 2 && at < k.reach.sinks) {
-                region = TKVCU_SINKS;
-                first = at;
-                done = k.reach.sinks - at;
-            } else if (k.part == 2) {
-                const int coded = list.archive + list.warm;
-                region = TKVCU_HOT;
-                first = at - k.reach.sinks + 4 * (k.reach.first > coded ? k.reach.first : coded);
-                done = n;
+        tkvcu_begin(u);
+        while (b.task.left > 0) {
+            tkvcu_next_run(j, b);
+            if (b.task.region >= TKVCU_SINKS) {
+                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
             } else {
-                const int from = k.part == 0 || k.reach.first > list.archive ? k.reach.first : list.archive;
-                region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
-                first = from + at;
-                version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
-                done = tkvcu_same_version(j, k, b, first, first + n) - first;
+                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
+                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
             }
-            if (done > n) done = n;
             __syncthreads();
-            if (tid < 2)
-                b.side[tid] =
-                    j.view
-                        .side[((size_t)(version * TKVCU_REGIONS + region) * (size_t)heads + (size_t)k.head) *
-                                  2 +
-                              (size_t)tid];
-            __syncthreads();
-            tkvcu_prepare(j, k, b);
-            __syncthreads();
-            tkvcu_run_units(j, k, b, me, u, region, first, done);
         }
-        tkvcu_finish(j, k, b, me, u, rings, ring_bytes);
+        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        if (tid == 0) tkvcu_next_part(j, b, ends);
+        __syncthreads();
     }
 }
 

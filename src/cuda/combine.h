@@ -133,7 +133,7 @@ typedef struct tkvcu_split { /* what is the same in all calls */
     float *partial;
     int n_seqs, processors;
     int slot_bytes, meta_bytes,
-        groups; /* shared memory; groups of V's channels, the most of any side: 1, 2 or 4 */
+        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
 } tkvcu_split;
 
 /* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
@@ -155,7 +155,6 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
 
 /* Makes room for these sides too (host memory). */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
-    int k_groups = 1;
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
@@ -163,32 +162,33 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
         if (side[i].kind == TKVCU_EXACT) continue;
         s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
         if (side[i].kind != TKVCU_KIVI) continue;
-        k_groups = tkvi_max(k_groups, 64 / side[i].group);
-        while (s->groups * side[i].group < head_dim) s->groups *= 2;
+        s->groups = head_dim / 64;
     }
-    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(k_groups * head_dim * 4, 512 * s->groups));
+    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
 }
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
-/* The kernel for this, and its shared memory; `fixed` of it is one block's. */
-template <int D, int NT> static tkvcu_attend_function tkvcu_attend_of_groups(int groups, size_t *fixed) {
-    *fixed = sizeof(tkvcu_block<D, NT>);
-    if (groups == 1) return tkvcu_attend_kernel<D, NT, 1>;
-    return groups == 2 ? tkvcu_attend_kernel<D, NT, 2> : tkvcu_attend_kernel<D, NT, 4>;
-}
-
+/* The kernel for this, and its shared memory. */
 static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
                                              size_t *shared) {
-    tkvcu_attend_function f;
-    size_t fixed;
-    if (head_dim == 64 && n_tiles == 1) f = tkvcu_attend_of_groups<64, 1>(s->groups, &fixed);
-    else if (head_dim == 64) f = tkvcu_attend_of_groups<64, 2>(s->groups, &fixed);
-    else if (n_tiles == 1) f = tkvcu_attend_of_groups<128, 1>(s->groups, &fixed);
-    else f = tkvcu_attend_of_groups<128, 2>(s->groups, &fixed);
-    *shared = (fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
+    const struct {
+        int head_dim, n_tiles, groups;
+        tkvcu_attend_function kernel;
+        size_t fixed;
+    } row[] = {
+        {64, 1, 1, tkvcu_attend_kernel<64, 1, 1>, sizeof(tkvcu_block<64, 1>)},
+        {64, 2, 1, tkvcu_attend_kernel<64, 2, 1>, sizeof(tkvcu_block<64, 2>)},
+        {128, 1, 1, tkvcu_attend_kernel<128, 1, 1>, sizeof(tkvcu_block<128, 1>)},
+        {128, 1, 2, tkvcu_attend_kernel<128, 1, 2>, sizeof(tkvcu_block<128, 1>)},
+        {128, 2, 1, tkvcu_attend_kernel<128, 2, 1>, sizeof(tkvcu_block<128, 2>)},
+        {128, 2, 2, tkvcu_attend_kernel<128, 2, 2>, sizeof(tkvcu_block<128, 2>)},
+    };
+    size_t i = 0;
+    while (row[i].head_dim != head_dim || row[i].n_tiles != n_tiles || row[i].groups != s->groups) i++;
+    *shared = (row[i].fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
               (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
-    return f;
+    return row[i].kernel;
 }
 
 static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,

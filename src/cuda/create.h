@@ -83,6 +83,8 @@ static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int ex
     if (k < 0 || v < 0) return "a format that is not read here";
     if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
         return "warm and archive tier take KIVI, Q8, A and R formats here";
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
+        return "KIVI formats want cfg.group_size = 64";
     return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
 }
 

@@ -17,6 +17,7 @@
 
 #define TKVCU_DEVICE static __device__ __forceinline__
 #define TKVCU_UNROLL _Pragma("unroll")
+#define TKVCU_ROLL _Pragma("unroll 1")
 
 /* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
  * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
@@ -81,12 +82,6 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
     return y;
 }
 
-TKVCU_DEVICE float tkvcu_f16_hi(uint32_t x) {
-    float y;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(y) : "r"(x));
-    return y;
-}
-
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
@@ -109,6 +104,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #else
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
+#define TKVCU_ROLL
 #endif
 
 /* (x & mask) | or, one instruction where the compiler is let to see it. */
