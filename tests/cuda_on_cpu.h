@@ -24,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <functional>
@@ -519,6 +520,39 @@ static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, i
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
 template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
     *n = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
+    *left = *all = (size_t)1 << 30;
+    return cudaSuccess;
+}
+typedef struct cudaDeviceProp {
+    char name[256];
+    int multiProcessorCount, l2CacheSize;
+} cudaDeviceProp;
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    snprintf(p->name, sizeof p->name, "a processor that plays a GPU");
+    p->multiProcessorCount = cpu_processors;
+    p->l2CacheSize = 1;
+    return cudaSuccess;
+}
+typedef clock_t *cudaEvent_t;
+static inline cudaError_t cudaEventCreate(cudaEvent_t *e) {
+    *e = new clock_t;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) {
+    delete e;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+    *e = clock();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    *ms = 1e3f * (float)(*to - *from) / (float)CLOCKS_PER_SEC;
     return cudaSuccess;
 }
 
