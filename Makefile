@@ -72,8 +72,8 @@ gpu-check: build/gpu_check
 	done
 
 gpu-bench: build/gpu_bench
-	./build/gpu_bench $(ARGS)
-	$(PYTHON) bench/gpu_sdpa.py $(ARGS)
+	./build/gpu_bench --csv build/gpu_bench.csv
+	$(PYTHON) bench/gpu_sdpa.py build/gpu_bench.csv
 
 # Examples and benchmarks.
 build/%: examples/%.c $(HEADERS)
