@@ -1149,7 +1149,7 @@ template <int D, int NT> struct tkvcu_block {
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
     int other[TKVCU_THREADS]; /* bits: not the same version */
-    tkvcu_side side[2]; /* of the run */
+    tkvcu_side side[2];       /* of the run */
 };
 
 template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; columns 2 t, 2 t + 1 */
@@ -1264,9 +1264,8 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
 
 /* n slabs, all of width W: S += codes (q scale). */
 template <int W, int NT>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot,
-                              const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
-                              int g, int t) {
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
     float run[4][NT][4], bias[NT][4];
     int i, k, nt;
@@ -1310,9 +1309,8 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot,
 
 /* A run of a width that is known when it runs. */
 template <int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot,
-                                const tkvcu_tiles &at, const tkvcu_words *q, const tkvcu_scales *meta, int n,
-                                int g, int t) {
+TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
     if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
     else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
     else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
@@ -1579,9 +1577,9 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
 
 /* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[4][NT][4],
-                                const uint8_t *slot, int position) {
+TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
+                                int position) {
     const tkvcu_side &side = b.side[0];
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
     __syncwarp();
@@ -1631,9 +1629,9 @@ template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, in
 }
 
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
-                                const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, float s[NT][4],
-                                const uint8_t *slot, int position, int rows) {
+TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
+                                int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
     float most[NT][2];
     int c, nt, i;
@@ -1738,8 +1736,7 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 /* >>runs: units of one region and one version, so that all is read in one way */
 /* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
  * for exact rows. */
-template <int D, int NT>
-TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
@@ -1829,7 +1826,8 @@ TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, con
 
 /* Side number i has come. */
 template <int D, int NT, int EXACT>
-TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                      int i) {
     __syncwarp(); /* nobody reads the slot of side i - 1 any more */
     tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
     tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
@@ -1880,9 +1878,8 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
 
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b,
-                               const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u, uint8_t *rings,
-                               size_t ring_bytes) {
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
     const tkvcu_task &k = b.task;
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
@@ -2003,8 +2000,16 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
+ * tools/cuda_resources.py). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
+#else
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
+#endif
+
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
