@@ -2142,8 +2142,8 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         }
     if (j.sinks) {
         sink = j.sinks[head] * 1.44269504f;
-        top = fmaxf(top, sink + TKVCU_LIFT);
-        l = tkvcu_ex2(sink + TKVCU_LIFT - top) * 256.0f; /* a sum has 2^LIFT as a factor */
+        top = fmaxf(top, sink);
+        l = tkvcu_ex2(sink + TKVCU_LIFT - top); /* as the weights of keys */
     }
     sum[0] = sum[1] = 0.0f;
     for (part = 0; part < TKVCU_PARTS; part++) {

@@ -536,7 +536,7 @@ static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_par
     }
     CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
     CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
-    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 5e-3);
+    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 2e-2); /* of logits of 20 and more */
     for (i = 0; i < values * sizeof(float); i++) poisoned += out[i] == POISON;
     CHECK_EQ(poisoned, values * sizeof(float)); /* the row that was skipped */
     CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem, NULL, map_of(r), NULL),
@@ -559,8 +559,13 @@ TEST(attends_as_the_host) {
             attends(&r, &b, 1, 1, NULL);
             attends(&r, &b, 1, 0, &p);
             p.window = 150;
+            attends(&r, &a, 1, 0, &p);
+            p.window = TKV_NONE;
             p.d_sinks = (const float *)(const void *)a.sinks.mem;
             attends(&r, &a, 1, 0, &p);
+            p.d_sinks = (const float *)(const void *)b.sinks.mem;
+            p.window = 3;
+            attends(&r, &b, 1, 0, &p);
             query_close(&a);
             query_close(&b);
         }
@@ -568,29 +573,44 @@ TEST(attends_as_the_host) {
     }
 }
 
-/* Append and attend of a layer, captured at a short length, replayed from tier to tier; rows are other sequences. */
-TEST(graph) {
+/* What is put into the stream between these becomes a graph. */
+static void capture(cudaStream_t stream) {
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+}
+
+static cudaGraphExec_t captured(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    return run;
+}
+
+/* Captured while the cache is empty, replayed from tier to tier; rows are other sequences. */
+TEST(graphs) {
     tkv_config cfg = config_of("compact", 64);
     const size_t row = (size_t)(cfg.n_kv_heads * cfg.head_dim);
     const int32_t map[2] = {1, 0};
     std::vector<float> k(2 * row), v(2 * row);
     cudaStream_t stream = NULL;
-    cudaGraph_t graph;
-    cudaGraphExec_t run;
+    cudaGraphExec_t append, attend;
     rig r;
     int n, i;
     cfg.n_layers = 1;
+    cfg.precise = 1; /* on the host: 2e-3 at most */
     if (rig_alike(&r, &cfg)) {
         query a = query_of(&r, 1);
         std::vector<float> want(a.row);
         put(&r.map, map, sizeof map);
         CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
-        CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        capture(stream);
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
+        append = captured(stream);
+        capture(stream);
         CHECK_EQ(tkvcu_attend(r.cu, 0, a.q.mem, TKV_TYPE_F32, 1, NULL, a.out.mem, NULL, map_of(&r), stream),
                  TKV_OK);
-        CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-        CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+        attend = captured(stream);
         for (n = 1; n <= 340; n++) {
             for (i = 0; i < 2; i++) {
                 tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
@@ -600,17 +620,20 @@ TEST(graph) {
             }
             put(&r.k, k.data(), k.size() * sizeof(float));
             put(&r.v, v.data(), v.size() * sizeof(float));
-            CHECK_EQ(cudaGraphLaunch(run, stream), cudaSuccess);
+            CHECK_EQ(cudaGraphLaunch(append, stream), cudaSuccess);
             CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-            for (i = 0; i < 2 && n % 64 < 6; i++) {
+            if (n % 64 > 5) continue;
+            CHECK_EQ(cudaGraphLaunch(attend, stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            for (i = 0; i < 2; i++) {
                 same(&r, map[i], map[i], n);
                 CHECK_EQ(tkv_attend(r.kv, map[i], 0, a.x.data() + (size_t)i * a.row, 1, want.data()), TKV_OK);
                 CHECK_LE(error_of(floats(&a.out, (size_t)i * a.row, a.row), want),
-                         1e-2); /* both approximate */
+                         5e-3); /* both approximate */
             }
         }
-        CHECK_EQ(cudaGraphExecDestroy(run), cudaSuccess);
-        CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+        CHECK_EQ(cudaGraphExecDestroy(append), cudaSuccess);
+        CHECK_EQ(cudaGraphExecDestroy(attend), cudaSuccess);
         CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
         query_close(&a);
     }
@@ -818,7 +841,7 @@ int main(int argc, char **argv) {
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);
     RUN(attends_as_the_host);
-    RUN(graph);
+    RUN(graphs);
     RUN(configs);
     RUN(wrong_arguments);
     RUN(import_refuses);
