@@ -2000,8 +2000,16 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
+ * tools/cuda_resources.py). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
+#else
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
+#endif
+
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, NT == 1 ? 4 : 2) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
