@@ -229,39 +229,6 @@ TEST(append_is_the_hosts) {
         }
 }
 
-TEST(append_in_other_plans) {
-    static const struct {
-        int sinks, hot, warm, group, fit, step;
-        tkv_format exact, k[2], v[2];
-    } plan[] = {
-        {TKV_NONE, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
-        {64, 128, TKV_NONE, 32, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
-        {5, TKV_NONE, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
-        {4, TKV_ALL, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
-        {4, 64, TKV_ALL, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
-    };
-    size_t i;
-    for (i = 0; i < sizeof plan / sizeof *plan; i++) {
-        tkv_config cfg = config_of(NULL, 64);
-        rig r;
-        cfg.sink_tokens = plan[i].sinks;
-        cfg.hot_tokens = plan[i].hot;
-        cfg.warm_tokens = plan[i].warm;
-        cfg.group_size = plan[i].group;
-        cfg.fit = plan[i].fit;
-        cfg.hot.k = cfg.hot.v = plan[i].exact;
-        cfg.warm.k = plan[i].k[0];
-        cfg.warm.v = plan[i].v[0];
-        cfg.archive.k = plan[i].k[1];
-        cfg.archive.v = plan[i].v[1];
-        if (rig_alike(&r, &cfg)) {
-            r.step = plan[i].step;
-            grow(&r, 1, 500, 1);
-        }
-        rig_close(&r);
-    }
-}
-
 /* Learned tables, a prompt in large chunks, layers that share and that have none. */
 TEST(import_and_export) {
     int i, dim;
@@ -577,6 +544,42 @@ TEST(attends_as_the_host) {
     }
 }
 
+TEST(other_plans) {
+    static const struct {
+        int sinks, hot, warm, group, fit, step;
+        tkv_format exact, k[2], v[2];
+    } plan[] = {
+        {TKV_NONE, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
+        {64, 128, TKV_NONE, 64, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
+        {5, TKV_NONE, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
+        {4, TKV_ALL, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
+        {4, 64, TKV_ALL, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
+    };
+    size_t i;
+    for (i = 0; i < sizeof plan / sizeof *plan; i++) {
+        tkv_config cfg = config_of(NULL, 64);
+        rig r;
+        cfg.sink_tokens = plan[i].sinks;
+        cfg.hot_tokens = plan[i].hot;
+        cfg.warm_tokens = plan[i].warm;
+        cfg.group_size = plan[i].group;
+        cfg.fit = plan[i].fit;
+        cfg.hot.k = cfg.hot.v = plan[i].exact;
+        cfg.warm.k = plan[i].k[0];
+        cfg.warm.v = plan[i].v[0];
+        cfg.archive.k = plan[i].k[1];
+        cfg.archive.v = plan[i].v[1];
+        if (rig_alike(&r, &cfg)) {
+            r.step = plan[i].step;
+            query a = query_of(&r, 2);
+            grow(&r, 1, 500, 1);
+            attends(&r, &a, 1, 0, NULL);
+            query_close(&a);
+        }
+        rig_close(&r);
+    }
+}
+
 /* What is put into the stream between these becomes a graph. */
 static void capture(cudaStream_t stream) {
     CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -650,13 +653,13 @@ TEST(configs) {
         const char *say;
         int status;
         tkv_config cfg;
-    } bad[12];
+    } bad[13];
     const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}};
     tkvcu_desc desc = {NULL, 0, 0, 0};
     size_t a = 0, b = 0, a2 = 0, b2 = 0;
     char why[160];
     int i;
-    for (i = 0; i < 12; i++) {
+    for (i = 0; i < 13; i++) {
         bad[i].cfg = config_of("balanced", 128);
         bad[i].status = TKVCU_ERR_UNSUPPORTED;
     }
@@ -672,13 +675,15 @@ TEST(configs) {
     bad[9].cfg.hot.k = TKV_F32, bad[9].say = "not read here, layer 0";
     bad[10].cfg.archive.k = TKV_SQUAT2, bad[10].say = "not read here, layer 0";
     bad[11].cfg.max_tokens = 0, bad[11].say = "max_tokens is 0", bad[11].status = TKV_ERR_CONFIG;
-    for (i = 0; i < 12; i++) {
+    bad[12].cfg = config_of("kivi", 128), bad[12].cfg.group_size = 32, bad[12].say = "cfg.group_size = 64";
+    for (i = 0; i < 13; i++) {
         desc.cfg = &bad[i].cfg;
         CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), bad[i].status);
         CHECK_MSG(strstr(why, bad[i].say), "\"%s\" has no \"%s\"", why, bad[i].say);
         CHECK(a == 0 && b == 0);
     }
-    desc.max_tokens = 4096; /* instead of the config's */
+    desc.cfg = &bad[11].cfg;
+    desc.max_tokens = 4096; /* the config has none */
     CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKV_OK);
     desc.max_tokens = 8192;
     CHECK_EQ(tkvcu_query(&desc, &a2, &b2, why, 0), TKV_OK);
@@ -837,7 +842,6 @@ int main(int argc, char **argv) {
     }
     tkv_test_begin(argc, argv);
     RUN(append_is_the_hosts);
-    RUN(append_in_other_plans);
     RUN(import_and_export);
     RUN(goes_on_after_import);
     RUN(types_of_input);
@@ -845,6 +849,7 @@ int main(int argc, char **argv) {
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);
     RUN(attends_as_the_host);
+    RUN(other_plans);
     RUN(graphs);
     RUN(configs);
     RUN(wrong_arguments);

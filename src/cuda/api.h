@@ -33,8 +33,8 @@
  *
  * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
  * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.allocation_unit = 16. Windows hide tokens here and drop none. What the config says of budgets, ladders,
- * eviction, spilling, recomputation, anchors and meters must be zero.
+ * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
+ * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
  *
  * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
  * tieredkv.h, so a cache that grows here has the bytes that it would have there.
