@@ -793,35 +793,62 @@ TEST(import_refuses) {
     rig_close(&r);
 }
 
-/* Once blocks may be coded with a table, another one cannot take its number. */
-TEST(tables) {
-    tkv_config cfg = config_of("balanced", 64);
+/* Tables of 640 tokens whose keys are `size` times as large, as bytes. */
+static std::vector<uint8_t> learned(rig *r, float size) {
     std::vector<float> x((size_t)(64 * 2 * 64));
     std::vector<uint8_t> table(1 << 16);
     size_t bytes = 0;
-    rig r, other;
+    tkv_cache *kv = NULL;
     int n;
-    if (rig_open(&r, &cfg) && rig_open(&other, &cfg)) {
-        for (n = 0; n < 640; n += 64) {
-            tokens(&r, x.data(), x.data(), 64);
-            CHECK_EQ(tkv_append(r.kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
-        }
-        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
-        CHECK_EQ(tkv_calibration_save(r.kv, table.data(), table.size(), &bytes), TKV_OK);
+    CHECK_EQ(tkv_create(&r->cfg, &kv), TKV_OK);
+    for (n = 0; n < 640; n += 64) {
+        tokens(r, x.data(), x.data(), 64);
+        for (float &y : x) y *= size;
+        CHECK_EQ(tkv_append(kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
+    }
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(kv, table.data(), table.size(), &bytes), TKV_OK);
+    table.resize(bytes);
+    tkv_destroy(kv);
+    return table;
+}
+
+TEST(tables) {
+    tkv_config cfg = config_of("balanced", 64);
+    std::vector<uint8_t> one, two;
+    rig r, other, third;
+    if (rig_open(&r, &cfg) && rig_open(&other, &cfg) && rig_open(&third, &cfg)) {
+        one = learned(&r, 1.0f);
+        two = learned(&r, 9.0f);
+        CHECK_EQ(tkv_calibration_load(r.kv, one.data(), one.size()), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
-        CHECK_EQ(tkv_reset(r.kv, 0), TKV_OK);
-        grow(&r, 0, 400, 1); /* both encode by what was learned */
-        CHECK_EQ(tkv_calibration_load(other.kv, table.data(), bytes), TKV_OK);
-        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_OK); /* that has the same tables */
+        grow(&r, 0, 400, 1);
+        /* A second version: blocks keep the one that they were coded with. */
+        CHECK_EQ(tkv_calibration_load(r.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(r.kv->tables.current[0], 1);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+        grow(&r, 0, 590, 1);
+        CHECK_EQ(tkvcu_import(third.cu, 1, r.kv, 0, NULL), TKV_OK);
+        std::swap(third.kv, r.kv);
+        same(&third, 0, 1, 590);
+        std::swap(third.kv, r.kv);
+        CHECK_EQ(tkvcu_export(third.cu, 1, third.kv, 0, NULL), TKV_OK);
+        CHECK_EQ(third.kv->tables.current[0], 1);
+        same(&third, 0, 1, 590);
+        /* Once blocks may be coded with a table, another one cannot take its number. */
         grow(&other, 1, 64, 0);
         CHECK_EQ(tkvcu_tables(other.cu, r.kv, NULL), TKV_ERR_STATE);
         CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
                                               "over tables before the first append");
         CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkv_calibration_load(other.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_ERR_STATE); /* its version 0 is another */
+        CHECK_STR(tkvcu_last_error(r.cu), "the cache has another table in layer 0");
     }
     rig_close(&r);
     rig_close(&other);
+    rig_close(&third);
 }
 
 TEST(texts) {
