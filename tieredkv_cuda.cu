@@ -93,7 +93,8 @@ typedef struct tkvcu_desc {
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
  * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
- * error. Waits. */
+ * error. TKVCU_ERR_UNSUPPORTED: the device is older than 8.0, or a block of threads there has less shared
+ * memory than these formats take. Waits. */
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out);
 void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */
@@ -2704,13 +2705,30 @@ static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
     return st;
 }
 
+static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
+    int device = 0;
+    const int st = tkvcu_checked(cu, cudaGetDevice(&device));
+    return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
+}
+
+/* What attention shares must fit into a block of threads; known once the sides are. */
+static int tkvcu_shared_ok(tkvcu *cu, const tkv_config *cfg) {
+    int most = 0, n, st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+    for (n = 1; !st && n <= tkvcu_n_tiles(cfg, cu->max_queries); n++) {
+        size_t shared;
+        (void)tkvcu_attend_of(&cu->split, cfg->head_dim, n, &shared);
+        if (shared > (size_t)most) st = TKVCU_ERR_UNSUPPORTED;
+    }
+    return st;
+}
+
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out) {
     tkvcu_plan d;
     tkvcu_arena a = {0, 0, 0};
     tkv_config cfg;
     tkvcu *cu;
-    int st;
+    int major = 0, st;
     if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
         return TKV_ERR_ARG;
     a.base = (uintptr_t)d_cache;
@@ -2730,6 +2748,8 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     cfg.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
+    if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
     if (!st)
         st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
     if (!st)
@@ -2737,6 +2757,7 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
                                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                     (int)tkvcu_desk_bytes(cfg.head_dim)));
     if (!st) st = tkvcu_clear(cu, stream);
+    if (!st) st = tkvcu_shared_ok(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;

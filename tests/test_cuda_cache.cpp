@@ -714,14 +714,24 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
     if (!rig_open(&r, &cfg)) return;
-    before = fetch(r.cache.mem, r.cache.bytes);
     CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_ARG);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_CAPACITY);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
+#ifndef __CUDACC__ /* other devices */
+    cpu_capability = 7;
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKVCU_ERR_UNSUPPORTED);
+    cpu_capability = 9;
+    cpu_shared_most = 8192;
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKVCU_ERR_UNSUPPORTED);
+    cpu_shared_most = 232448;
+#endif
     CHECK(cu == untouched);
+    before = fetch(r.cache.mem, r.cache.bytes);
     CHECK_EQ(tkvcu_append(NULL, 0, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, -1, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 2, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
