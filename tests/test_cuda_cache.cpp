@@ -118,8 +118,26 @@ static uint32_t word_of(const rig *r) {
     return word;
 }
 
+/* Attention's slots hold every coded side, whatever the tables. */
+static void slots_do(const rig *r) {
+    const size_t n = tkvcu_sides(&r->cu->host->tables.cfg);
+    std::vector<uint8_t> bytes;
+    tkvcu_side side;
+    size_t i;
+    int layer;
+    for (layer = 0; layer < r->cfg.n_layers; layer++) {
+        if (r->cu->host->tables.plan[layer].stored != layer) continue;
+        bytes = fetch(r->cu->view[layer].side, n * sizeof side);
+        for (i = 0; i < n; i++) {
+            memcpy(&side, bytes.data() + i * sizeof side, sizeof side);
+            if (side.kind != TKVCU_EXACT) CHECK_LE(side.bytes, r->cu->split.slot_bytes);
+        }
+    }
+}
+
 static void rig_close(rig *r) {
     if (r->cu) CHECK_EQ(word_of(r), 0);
+    if (r->cu) slots_do(r);
     if (r->kv) CHECK_EQ(tkv_check(r->kv, NULL, 0), TKV_OK);
     CHECK(arena_close(&r->cache) & arena_close(&r->work));
     CHECK(arena_close(&r->k) & arena_close(&r->v) & arena_close(&r->map));

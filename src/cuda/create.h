@@ -407,15 +407,19 @@ static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
     return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
 }
 
-/* What attention shares must fit into a block of threads; known once the sides are. */
-static int tkvcu_shared_ok(tkvcu *cu, const tkv_config *cfg) {
-    int most = 0, n, st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
-    for (n = 1; !st && n <= tkvcu_n_tiles(cfg, cu->max_queries); n++) {
-        size_t shared;
-        (void)tkvcu_attend_of(&cu->split, cfg->head_dim, n, &shared);
-        if (shared > (size_t)most) st = TKVCU_ERR_UNSUPPORTED;
-    }
-    return st;
+/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
+ * threads. */
+static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
+    int most = 0, processors = 0, fits,
+        st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    if (st) return st;
+    fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
+    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
+    if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
+    return st ? st
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
@@ -446,14 +450,10 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
     if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
-    if (!st)
-        st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
-    if (!st)
-        st = tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    (int)tkvcu_desk_bytes(cfg.head_dim)));
+    cu->split.partial = (float *)d_work;
+    cu->split.n_seqs = cu->n_seqs;
     if (!st) st = tkvcu_clear(cu, stream);
-    if (!st) st = tkvcu_shared_ok(cu, &cu->host->tables.cfg);
+    if (!st) st = tkvcu_ready(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;
