@@ -356,6 +356,29 @@ TEST(types_of_input) {
     }
 }
 
+/* BF16 holds more than any code: encoders cut it. */
+TEST(huge_values) {
+    tkv_config cfg = config_of("balanced", 128);
+    const int32_t map[2] = {0, -1};
+    std::vector<float> x((size_t)(64 * 2 * 128));
+    rig r;
+    int step, i;
+    cfg.hot.k = cfg.hot.v = TKV_BF16;
+    if (rig_alike(&r, &cfg)) {
+        put(&r.map, map, sizeof map);
+        for (step = 0; step < 4; step++) {
+            tkv_rng_fill(&r.rng, x.data(), x.size(), 1e33);
+            put(&r.k, x.data(), x.size() * sizeof(float));
+            for (i = 0; i < 2; i++) {
+                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
+                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
+            }
+        }
+        same(&r, 0, 0, 256);
+    }
+    rig_close(&r);
+}
+
 static void trim_to(rig *r, int a, int b) {
     const int32_t to[2] = {a, b};
     put(&r->map, to, sizeof to);
@@ -900,6 +923,7 @@ int main(int argc, char **argv) {
     RUN(import_and_export);
     RUN(goes_on_after_import);
     RUN(types_of_input);
+    RUN(huge_values);
     RUN(trim);
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);
