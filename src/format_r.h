@@ -124,15 +124,19 @@ TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_c
     return by > 0.0f ? step : 0.0f;
 }
 
+/* The same, with the values as they come. */
+static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+    float y[TKV_MAX_HEAD_DIM];
+    int c;
+    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+    tkvi_rotate(y, s->dim);
+    return tkvi_r_rotated(s, y, t, code);
+}
+
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
                                float *scale) {
-    int t, c;
-    for (t = 0; t < n; t++, x += stride) {
-        float y[TKV_MAX_HEAD_DIM];
-        for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-        tkvi_rotate(y, s->dim);
-        scale[t] = tkvi_r_rotated(s, y, t, code);
-    }
+    int t;
+    for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
 }
 
 /* Clears the codes of token t where there is no value; returns its scale as it is stored. */
