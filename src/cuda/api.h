@@ -12,9 +12,13 @@
  *
  * A cache has its tokens in two pieces of device memory that the caller brings:
  *
- *     tkvcu_desc desc = {0};                       tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
- *     desc.cfg = &cfg;                             cudaMalloc(&cache, bytes); cudaMalloc(&work, work_bytes);
- *     desc.max_tokens = 32768;                     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
+ *     tkvcu_desc desc = {0};
+ *     desc.cfg = &cfg;
+ *     desc.max_tokens = 32768;
+ *     tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
+ *     cudaMalloc(&cache, bytes);
+ *     cudaMalloc(&work, work_bytes);
+ *     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
  *     tkvcu_import(cu, 0, kv, 0, stream);          a prompt that the CPU has seen, or nothing
  *     for each step, for each layer:
  *         tkvcu_append(cu, layer, k, v, TKV_TYPE_F16, 1, NULL, stream);
