@@ -165,10 +165,11 @@ const char *tkvcu_last_error(const tkvcu *cu); /* a sentence on the last call th
 /*
  * layout.h - a layer of the cache as kernels see it: addresses are computed, no tables of blocks.
  *
- * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A sequence has
- * four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of exact rows), hot (a
- * ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds positions sinks + 64 b and on;
- * the first list.archive of them are archived, the next list.warm are warm, the rest is hot.
+ * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A
+ * sequence has four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of
+ * exact rows), hot (a ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds
+ * positions sinks + 64 b and on; the first list.archive of them are archived, the next list.warm are warm,
+ * the rest is hot.
  */
 #ifndef TKVCU_LAYOUT_H
 #define TKVCU_LAYOUT_H
@@ -208,8 +209,9 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 #endif /* TKVCU_LAYOUT_H */
 /* ======== warp.h ======== */
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
- * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
+ * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
+ * processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
@@ -227,9 +229,9 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
- * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
- * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
+ * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
+ * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -875,20 +877,22 @@ __global__ void __launch_bounds__(TKVCU_ENCODERS)
 #endif /* TKVCU_APPEND_H */
 /* ======== unpack.h ======== */
 /*
- * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's matrix product, 16 rows of 16 halves.
+ * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's matrix product, 16 rows of 16
+ * halves.
  *
- * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t takes words
- * 2 g and 2 g + 1 of one of four tiles, tile t: 256 bytes one after the other for the warp, or as many for each vector.
+ * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t
+ * takes words 2 g and 2 g + 1 of one of four tiles, tile t: 256 bytes one after the other for the warp, or as
+ * many for each vector.
  *
  *   K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels
  *   V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens
  *
  *   row g = word 2 g, row g + 8 = word 2 g + 1;   k = 2 t, 2 t + 1: bytes 0, 2 of tile t;   k + 8: bytes 1, 3
  *
- * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b code:
- * one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is taken out by
- * whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the ten bits: the less is
- * lost beside the 1024.
+ * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b
+ * code: one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is
+ * taken out by whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the
+ * ten bits: the less is lost beside the 1024.
  *
  *        half word, 2 bits:  . . . . . . 3 3 2 2 1 1 0 0 . .    after  << 2 (bytes 0, 2) or >> 6 (bytes 1, 3)
  */
@@ -902,8 +906,8 @@ struct alignas(8) tkvcu_words {
     uint32_t x, y;
 };
 
-/* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane, planes that
- * share a word; vectors of 64 bytes of the wide part. */
+/* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane,
+ * planes that share a word; vectors of 64 bytes of the wide part. */
 template <int W> struct tkvcu_field;
 template <> struct tkvcu_field<1> {
     enum { up = 6, step = 1, share = 4, vectors = 0, half = 1, wide = 0 };
@@ -935,8 +939,8 @@ template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
 /* 2^-bit: undoes the factor of a plane. */
 template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float)(1 << tkvcu_bit<W>(p)); }
 
-/* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the fields lie as
- * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
+/* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the
+ * fields lie as above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
 template <int W> struct tkvcu_tile {
     enum {
         n = tkvcu_field<W>::wide == 8   ? 4
@@ -952,7 +956,8 @@ TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *vector, int g) {
     return *(const tkvcu_words *)(const void *)(vector + 8 * g);
 }
 
-/* wide: the tile's wide part; half: the 64-byte vector with its top bits, in bits 0..3 or (upper = 4) 4..7. */
+/* wide: the tile's wide part; half: the 64-byte vector with its top bits, in bits 0..3 or (upper = 4) 4..7.
+ * */
 template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;
@@ -1027,12 +1032,12 @@ struct tkvcu_tiles {
 /*
  * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
- * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
- * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
- * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
- * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
- * slots up, in order: no atomics, the same bits each time.
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
+ * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
+ * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
+ * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
+ * they add up what they have, and write it to the workspace: slot = number of the block + number of the part,
+ * which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
  *
  *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
  *     blocks   |    0    |    1    |    2    |    3    |  ...
@@ -1046,8 +1051,8 @@ struct tkvcu_tiles {
  *     V: P = p scale / factor, through shared memory into the second operand's order
  *        O += codes P - 1024 P                                 channels x columns, a slab of 16 channels
  *
- * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The 1024 comes
- * off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
+ * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The
+ * 1024 comes off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
@@ -1170,8 +1175,8 @@ struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
     tkvcu_words scale, zero;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
- * way. In shared memory: registers are for sums. */
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
+ * read in one way. In shared memory: registers are for sums. */
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
@@ -1236,8 +1241,8 @@ TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes,
     for (i = 16u * (uint32_t)lane; i < bytes; i += 512u) tkvcu_cp_async16(slot + i, from + i);
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
- * there are copies of the last one. */
+/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
+ * that are not there are copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -1427,8 +1432,8 @@ TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
     return s * (j.scale * log2e);
 }
 
-/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
- * began. */
+/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by
+ * much, or began. */
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
     int nt, i, k, grew = 0;
     TKVCU_UNROLL
@@ -1572,8 +1577,8 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
     else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
 }
 
-/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a table of
- * eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
+/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a
+ * table of eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
                                 int g, int t) {
@@ -1834,8 +1839,8 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 }
 
 /* >>runs: units of one region and one version, so that all is read in one way */
-/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
- * for exact rows. */
+/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as
+ * they come for exact rows. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
@@ -1906,8 +1911,8 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
- * lies beyond the run is an empty group of copies, so that counting them goes on. */
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the
+ * ring. What lies beyond the run is an empty group of copies, so that counting them goes on. */
 template <int D, int NT, int EXACT>
 TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
     const tkvcu_task &k = b.task;
@@ -1976,7 +1981,7 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
@@ -2100,8 +2105,8 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
- * tools/cuda_resources.py). */
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use
+ * (measured: tools/cuda_resources.py). */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
 #else

@@ -1,12 +1,12 @@
 /*
  * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
- * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
- * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
- * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
- * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
- * slots up, in order: no atomics, the same bits each time.
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
+ * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
+ * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
+ * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
+ * they add up what they have, and write it to the workspace: slot = number of the block + number of the part,
+ * which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
  *
  *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
  *     blocks   |    0    |    1    |    2    |    3    |  ...
@@ -20,8 +20,8 @@
  *     V: P = p scale / factor, through shared memory into the second operand's order
  *        O += codes P - 1024 P                                 channels x columns, a slab of 16 channels
  *
- * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The 1024 comes
- * off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
+ * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The
+ * 1024 comes off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
@@ -145,8 +145,8 @@ struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
     tkvcu_words scale, zero;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
- * way. In shared memory: registers are for sums. */
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
+ * read in one way. In shared memory: registers are for sums. */
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
@@ -211,8 +211,8 @@ TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes,
     for (i = 16u * (uint32_t)lane; i < bytes; i += 512u) tkvcu_cp_async16(slot + i, from + i);
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
- * there are copies of the last one. */
+/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
+ * that are not there are copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -402,8 +402,8 @@ TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
     return s * (j.scale * log2e);
 }
 
-/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
- * began. */
+/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by
+ * much, or began. */
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
     int nt, i, k, grew = 0;
     TKVCU_UNROLL
@@ -547,8 +547,8 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
     else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
 }
 
-/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a table of
- * eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
+/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a
+ * table of eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
                                 int g, int t) {
@@ -809,8 +809,8 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 }
 
 /* >>runs: units of one region and one version, so that all is read in one way */
-/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
- * for exact rows. */
+/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as
+ * they come for exact rows. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
@@ -881,8 +881,8 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
- * lies beyond the run is an empty group of copies, so that counting them goes on. */
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the
+ * ring. What lies beyond the run is an empty group of copies, so that counting them goes on. */
 template <int D, int NT, int EXACT>
 TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
     const tkvcu_task &k = b.task;
@@ -951,7 +951,7 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
@@ -1075,8 +1075,8 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
- * tools/cuda_resources.py). */
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use
+ * (measured: tools/cuda_resources.py). */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
 #else

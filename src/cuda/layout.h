@@ -1,10 +1,11 @@
 /*
  * layout.h - a layer of the cache as kernels see it: addresses are computed, no tables of blocks.
  *
- * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A sequence has
- * four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of exact rows), hot (a
- * ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds positions sinks + 64 b and on;
- * the first list.archive of them are archived, the next list.warm are warm, the rest is hot.
+ * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A
+ * sequence has four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of
+ * exact rows), hot (a ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds
+ * positions sinks + 64 b and on; the first list.archive of them are archived, the next list.warm are warm,
+ * the rest is hot.
  */
 #ifndef TKVCU_LAYOUT_H
 #define TKVCU_LAYOUT_H

@@ -1,18 +1,20 @@
 /*
- * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's matrix product, 16 rows of 16 halves.
+ * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's matrix product, 16 rows of 16
+ * halves.
  *
- * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t takes words
- * 2 g and 2 g + 1 of one of four tiles, tile t: 256 bytes one after the other for the warp, or as many for each vector.
+ * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t
+ * takes words 2 g and 2 g + 1 of one of four tiles, tile t: 256 bytes one after the other for the warp, or as
+ * many for each vector.
  *
  *   K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels
  *   V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens
  *
  *   row g = word 2 g, row g + 8 = word 2 g + 1;   k = 2 t, 2 t + 1: bytes 0, 2 of tile t;   k + 8: bytes 1, 3
  *
- * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b code:
- * one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is taken out by
- * whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the ten bits: the less is
- * lost beside the 1024.
+ * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b
+ * code: one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is
+ * taken out by whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the
+ * ten bits: the less is lost beside the 1024.
  *
  *        half word, 2 bits:  . . . . . . 3 3 2 2 1 1 0 0 . .    after  << 2 (bytes 0, 2) or >> 6 (bytes 1, 3)
  */
@@ -27,8 +29,8 @@ struct alignas(8) tkvcu_words {
     uint32_t x, y;
 };
 
-/* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane, planes that
- * share a word; vectors of 64 bytes of the wide part. */
+/* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane,
+ * planes that share a word; vectors of 64 bytes of the wide part. */
 template <int W> struct tkvcu_field;
 template <> struct tkvcu_field<1> {
     enum { up = 6, step = 1, share = 4, vectors = 0, half = 1, wide = 0 };
@@ -60,8 +62,8 @@ template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
 /* 2^-bit: undoes the factor of a plane. */
 template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float)(1 << tkvcu_bit<W>(p)); }
 
-/* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the fields lie as
- * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
+/* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the
+ * fields lie as above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
 template <int W> struct tkvcu_tile {
     enum {
         n = tkvcu_field<W>::wide == 8   ? 4
@@ -77,7 +79,8 @@ TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *vector, int g) {
     return *(const tkvcu_words *)(const void *)(vector + 8 * g);
 }
 
-/* wide: the tile's wide part; half: the 64-byte vector with its top bits, in bits 0..3 or (upper = 4) 4..7. */
+/* wide: the tile's wide part; half: the 64-byte vector with its top bits, in bits 0..3 or (upper = 4) 4..7.
+ * */
 template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;

@@ -1,6 +1,7 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
- * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
+ * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
+ * processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
@@ -19,9 +20,9 @@
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
- * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
- * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
+ * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
+ * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
