@@ -113,27 +113,8 @@ static int all_read_well(const tkv_cache *kv) {
     return exact;
 }
 
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
-}
-
-static tkv_budget_info budget_of(const tkv_cache *kv) {
-    tkv_budget_info b;
-    memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
-    return b;
-}
-
 static tkv_config small(size_t budget) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.budget_bytes = budget;
     return cfg;
 }
@@ -690,38 +671,6 @@ TEST(every_allocation_fails_once) {
 }
 
 /* >>in place: bytes with borders */
-typedef struct place {
-    uint8_t *raw, *mem;
-    size_t bytes;
-} place;
-
-static place place_of(size_t bytes, size_t off) {
-    place p;
-    p.raw = (uint8_t *)malloc(bytes + 512);
-    if (!p.raw) exit(2);
-    memset(p.raw, 0xa5, bytes + 512);
-    p.mem = p.raw + 192 + off;
-    p.bytes = bytes;
-    return p;
-}
-
-static void borders(const place *p) {
-    const uint8_t *at;
-    for (at = p->raw; at < p->mem; at++) CHECK(*at == 0xa5);
-    for (at = p->mem + p->bytes; at < p->raw + p->bytes + 512; at++) CHECK(*at == 0xa5);
-}
-
-static tkv_cache *make_in(const tkv_config *cfg, place *p, size_t off) {
-    tkv_cache *kv = NULL;
-    size_t bytes = 0;
-    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
-    CHECK_EQ(bytes, cfg->budget_bytes);
-    *p = place_of(bytes, off);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
-    return kv;
-}
-
 TEST(in_place_is_filled_to_the_end) {
     size_t off;
     for (off = 0; off < 64; off += 21) {
@@ -848,11 +797,6 @@ static void random_call(tkv_cache *kv, size_t top) {
         CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out), TKV_OK);
         for (l = 0; l < n * HEADS * DIM; l++) CHECK(tkvi_is_finite(out[l]));
     }
-}
-
-static int from_env(const char *name, int otherwise) {
-    const char *text = getenv(name);
-    return text ? atoi(text) : otherwise;
 }
 
 static void check_random(int config, uint64_t seed, int calls) {

@@ -37,14 +37,7 @@ typedef struct twins {
 } twins;
 
 static tkv_config small(void) {
-    tkv_config cfg;
-    memset(&cfg, 0, sizeof cfg);
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.hot = pair_of(TKV_F32, TKV_F32);
     cfg.evict.kind = TKV_EVICT_SLIDING;
     return cfg;
@@ -65,12 +58,6 @@ static twins twins_of(const tkv_config *cfg) {
 static void end_of(twins *t) {
     tkv_destroy(t->kv);
     tkv_destroy(t->whole);
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    const tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 static tkv_status grow(twins *t, int seq, int n) {

@@ -37,7 +37,8 @@ typedef struct ledger {
 
 static ledger book;
 
-static int all_bytes(const char *p, size_t n, int byte) {
+static int all_bytes(const void *mem, size_t n, int byte) {
+    const char *p = (const char *)mem;
     size_t i;
     for (i = 0; i < n; i++)
         if ((unsigned char)p[i] != (unsigned char)byte) return 0;
@@ -676,30 +677,6 @@ TEST(pages_do_not_fragment) {
 }
 
 /* >>in place */
-typedef struct place {
-    char *raw, *mem;
-    size_t bytes;
-} place;
-
-enum { BORDER = 4096 };
-
-static place place_of(size_t bytes, size_t offset, int poison) {
-    place p;
-    p.raw = (char *)malloc(bytes + 2 * BORDER + 128);
-    if (!p.raw) exit(2);
-    memset(p.raw, 0xe7, bytes + 2 * BORDER + 128);
-    p.mem = p.raw + BORDER;
-    p.mem += (64 - (size_t)((uintptr_t)p.mem % 64)) % 64 + offset;
-    p.bytes = bytes;
-    memset(p.mem, poison, bytes);
-    return p;
-}
-
-static void borders(const place *p) {
-    CHECK(all_bytes(p->raw, (size_t)(p->mem - p->raw), 0xe7));
-    CHECK(all_bytes(p->mem + p->bytes, BORDER, 0xe7));
-}
-
 typedef struct shape {
     int layers, seqs, tokens, append, sink, hot, warm, window, dims, v_dims, heads;
     tkv_format f;

@@ -27,22 +27,9 @@ static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LON
 static float k_of[SEQS][LAYERS][LONGEST * ROW], v_of[SEQS][LAYERS][LONGEST * ROW];
 
 static tkv_config small(void) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.warm_tokens = 2 * BLOCK;
-    cfg.isa = tkv_test_isa();
     return cfg;
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 static int tokens_missing(const tkv_cache *kv, int seq, int layer) {
@@ -58,13 +45,6 @@ static int first_missing(const tkv_cache *kv, int seq, int *start) {
     int n = -1;
     CHECK_EQ(tkv_remat_missing(kv, seq, start, &n), TKV_OK);
     return n;
-}
-
-static tkv_budget_info budget_of(const tkv_cache *kv) {
-    tkv_budget_info b;
-    memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
-    return b;
 }
 
 /* The same tokens to all layers of one cache, or of two; the model remembers them. */
@@ -463,48 +443,14 @@ TEST(anchors) {
 }
 
 /* >>with blocks outside RAM */
-typedef struct depot {
-    uint8_t *bytes;
-    size_t room;
-    int alive[1024];
-} depot;
-
-static int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    CHECK(key < 1024 && offset + size <= d->room);
-    d->alive[key] = 1;
-    memcpy(d->bytes + key * d->room + offset, bytes, size);
-    return 0;
-}
-
-static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    const depot *d = (const depot *)user;
-    CHECK(key < 1024 && d->alive[key]);
-    memcpy(bytes, d->bytes + key * d->room + offset, size);
-    return 0;
-}
-
-static void depot_gone(void *user, uint32_t key) {
-    depot *d = (depot *)user;
-    CHECK_MSG(key < 1024 && d->alive[key], "key %u is not there", (unsigned)key);
-    d->alive[key] = 0;
-}
-
 TEST(outside_and_copies) {
     tkv_config cfg = small(), with;
     tkv_cache *a, *b;
-    int n, start, done, keys = 0;
+    int n, start, done;
     depot d;
-    memset(&d, 0, sizeof d);
     with = cfg;
-    with.spill.store = depot_store;
-    with.spill.fetch = depot_fetch;
-    with.spill.drop = depot_gone;
-    with.spill.user = &d;
+    depot_for(&d, &with);
     with.spill.keep_exact = 1;
-    CHECK_EQ(tkv_spill_bytes(&with, &d.room), TKV_OK);
-    d.bytes = (uint8_t *)calloc(1024, d.room);
-    REQUIRE(d.bytes);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
@@ -527,8 +473,7 @@ TEST(outside_and_copies) {
     CHECK_EQ(first_missing(b, 0, &start), 128);
     CHECK_EQ(tkv_reset(b, 0), TKV_OK);
     sound(b);
-    for (n = 0; n < 1024; n++) keys += d.alive[n];
-    CHECK_EQ(keys, 0);
+    CHECK_EQ(alive_in(&d), 0);
     with.spill.keep_exact = 0;
     tkv_destroy(b);
     b = make(&with);
@@ -538,7 +483,7 @@ TEST(outside_and_copies) {
     sound(b);
     tkv_destroy(a);
     tkv_destroy(b);
-    free(d.bytes);
+    depot_end(&d);
 }
 
 /* >>a model that is asked */
@@ -835,11 +780,6 @@ TEST(in_place) {
 }
 
 /* >>anything in any order */
-static int from_env(const char *name, int otherwise) {
-    const char *s = getenv(name);
-    return s && *s ? atoi(s) : otherwise;
-}
-
 static void random_call(tkv_cache *kv, tkv_remat *r, int step) {
     const int seq = tkv_rng_below(&rng, SEQS), len = tkv_seq_len(kv, seq);
     tkv_remat_block blocks[64];
