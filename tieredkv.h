@@ -648,7 +648,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
  * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
- * what is not due. n up to max_append. */
+ * what is not due, or a cut of tokens if others were evicted. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
@@ -16869,13 +16869,19 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
 #define TKVI_ABSENT_H
 
 
+/* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
+static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return tkvi_absent(b) && tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+}
+
 /* Has a layer blocks with positions from .. to - 1 that nobody has? */
 static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
     for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
-        lacks = tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_block_start(kv, ids, i) < to &&
+        lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
 }
@@ -16921,8 +16927,8 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went; *last: where the last of it ended. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -16934,6 +16940,7 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
             const int slot = b->slot;
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
+            *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             b->page = TKVI_NIL;
             b->slot = 0;
             kv->pool.n_spilled++;
@@ -16952,7 +16959,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start, end, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
@@ -16960,7 +16967,7 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, &end) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */
@@ -17675,13 +17682,18 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
 /* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
 static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                              const tkv_evict_params *p, int keep, int really) {
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    tkv_evict_config by = *cfg;
     tkvi_choice c;
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_evict_view v;
     tkv_status st;
+    int needs;
+    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
+    v = tkvi_look(kv, seq, layer, p, needs, &c);
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
     if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
     return st;
@@ -18278,7 +18290,6 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
     kv->clock++;
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
         kv->pool.spare = kv->tables.spare;
@@ -18295,8 +18306,10 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     kv->tables.cfg.budget_bytes = bytes;
     if (!tkvi_make_room(kv, 0, bytes)) {
         kv->tables.cfg.budget_bytes = had;
+        if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
+    if (!had) tkvi_end_promises(kv); /* they were for ages */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
@@ -18537,6 +18550,11 @@ static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *
         memcpy(paper->live, before, bytes);
     else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
     tkvi_peak_note(paper);
+}
+
+/* Pages in use, and those that reservations will need. */
+static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
 }
 
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
@@ -18798,12 +18816,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         tkvi_need_of(kv, &paper);
         fits = tkvi_fits_somewhere(kv, index, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        had = kv->tables.current[p->layer];
         if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
         if (!fits || !tkvi_make_room(kv, index, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
+        had = kv->tables
+                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
         paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -18817,8 +18836,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer, rows[i].n);
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* not before: then other blocks would be due than on paper */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
@@ -19015,12 +19035,13 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
+        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
         tkvi_need_of(kv, &paper);
         if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
-            tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
+        tkvi_promise(kv, seq, tkvi_max(had, len + n));
         paper = tkvi_paper(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
@@ -19059,6 +19080,7 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
+    int64_t taken;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -19077,9 +19099,13 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
                              must, " must stay");
     }
+    taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
     tkvi_settle(kv, seq);
+    if (tkvi_pages_taken(&kv->pool) >
+        taken) /* where tokens were evicted, blocks that are left have no room */
+        tkvi_promise(kv, seq, 0);
     return tkvi_ok(kv);
 }
 
@@ -19123,7 +19149,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
+    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+        const int at = tkvi_find(kv, list, ids, i, &slot);
+        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+    }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;
@@ -19418,7 +19447,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_absent(&kv->pool.block[ids[i]]))) continue;
+            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -19433,7 +19462,7 @@ static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_absent(&kv->pool.block[ids[i]])) continue;
+            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
             if (first < 0 || start < first) first = start;
             break;
         }
@@ -19474,7 +19503,8 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             if (tkvi_spilled(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
-            piece.quantized_bytes += i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+            piece.quantized_bytes +=
+                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
     if (!piece.dropped) piece.layers = 0;
@@ -19510,15 +19540,14 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
     tkv_status st = tkvi_remat_seq(kv, seq);
-    int start, first, last, end;
+    int first, last, end;
     if (dropped) *dropped = 0;
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last) > 0 && dropped)
-        *dropped = (tkvi_first_here(kv, seq, &start, &end) ? start : last) - first;
+    if (end <= last && tkvi_vacate(kv, seq, last, &end) > 0 && dropped) *dropped = end - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -19528,7 +19557,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, tighten = 0;
+    int n, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
@@ -19541,7 +19570,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to);
+    won = tkvi_vacate(kv, seq, to, &last);
     if (tighten) {
         memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
@@ -19559,13 +19588,18 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     const tkvi_tables *t = &kv->tables;
     const tkvi_rule *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     way[n++] = r->coding[TKV_HOT];
     if (b->via) way[n++] = b->via - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tkvi_lazy(kv) || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier]) return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT]) /* while it was away */
+    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+        tkvi_waits(kv, layer, tier))
+        return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
+        !tkvi_waits(kv, layer, TKV_WARM))
         way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
@@ -20288,7 +20322,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -20316,6 +20350,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -20416,10 +20451,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
     return bytes;
 }
 
+/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
+ * refused: its tokens were evicted, are anchors, or lie behind the window. */
+static int tkvi_seen_to(const tkvi_unit *u, int i) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+}
+
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
 static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -21073,7 +21115,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];

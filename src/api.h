@@ -557,7 +557,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
  * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
- * what is not due. n up to max_append. */
+ * what is not due, or a cut of tokens if others were evicted. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,

@@ -234,7 +234,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -262,6 +262,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -362,10 +363,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
     return bytes;
 }
 
+/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
+ * refused: its tokens were evicted, are anchors, or lie behind the window. */
+static int tkvi_seen_to(const tkvi_unit *u, int i) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+}
+
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
 static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -1019,7 +1027,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];

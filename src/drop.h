@@ -347,13 +347,18 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
 /* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
 static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                              const tkv_evict_params *p, int keep, int really) {
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    tkv_evict_config by = *cfg;
     tkvi_choice c;
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_evict_view v;
     tkv_status st;
+    int needs;
+    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
+    v = tkvi_look(kv, seq, layer, p, needs, &c);
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
     if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
     return st;

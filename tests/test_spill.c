@@ -1,8 +1,6 @@
 /*
  * test_spill.c - blocks outside RAM: attention with them is the same to the bit, a store that fails costs an error and
  * nothing else, what it damages is found out, and what comes back is what went.
- *
- *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_spill     calls per config of the random test, first seed
  */
 #if defined(__unix__) || defined(__APPLE__)
 #include "../examples/spill_file.h" /* before system headers */
@@ -872,117 +870,6 @@ TEST(a_file) {
 TEST(a_file) { SKIP("no POSIX files"); }
 #endif
 
-/* >>random calls with a store that fails at times */
-static void random_call(tkv_cache *kv, depot *d, int *step) {
-    const int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS),
-              kind = tkv_rng_below(&rng, 100), len = tkv_layer_len(kv, seq, layer);
-    tkv_status st;
-    int n;
-    if (tkv_rng_below(&rng, 8) == 0) d->store_fails = 1 + tkv_rng_below(&rng, 6);
-    if (tkv_rng_below(&rng, 8) == 0) d->fetch_fails = 1 + tkv_rng_below(&rng, 6);
-    if (kind < 45) {
-        n = 1 + tkv_rng_below(&rng, CHUNK / 2);
-        fresh(n);
-        st = len + n > LONGEST ? TKV_OK : tkv_append(kv, seq, layer, k_in, v_in, n);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
-        n = len + n > LONGEST || st ? 0 : n;
-        CHECK_EQ(tkv_layer_len(kv, seq, layer), len + n);
-    } else if (kind < 60) {
-        tkv_rng_fill(&rng, q_in, (size_t)(20 * HEADS * DIM), 1.0);
-        n = kind % 2 && len >= 20 ? 20 : len > 0;
-        st = tkv_attend(kv, seq, layer, q_in, n, out_a);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->tables.cfg.window));
-    } else if (kind < 65) {
-        n = tkvi_list_of(kv, seq, layer)->dropped;
-        st = tkv_read(kv, seq, layer, n, len - n, k_a, v_a);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
-    } else if (kind < 75) {
-        st = tkv_spill(kv, seq, kind % 2 ? layer : TKV_ALL, tkv_rng_below(&rng, 5), NULL);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO);
-    } else if (kind < 83) {
-        n = tkvi_list_of(kv, seq, layer)->dropped;
-        st = len > n ? tkv_promote(kv, seq, layer, n + tkv_rng_below(&rng, len - n)) : TKV_OK;
-        CHECK(st == TKV_OK || st == TKV_ERR_NO_SOURCE || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM ||
-              st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
-    } else if (kind < 87) {
-        n = len - tkv_rng_below(&rng, 200);
-        st = tkv_truncate(kv, seq, n > 0 ? n : 0);
-        CHECK(st == TKV_OK || st == TKV_ERR_INEXACT || st == TKV_ERR_STATE);
-    } else if (kind < 88) {
-        if (tkv_rng_below(&rng, 3)) return;
-        CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-        step[seq] = 0;
-    } else if (kind < 91) {
-        st = tkv_flush(kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
-    } else if (kind < 94) {
-        if (!step[seq]) step[seq] = tkv_begin(kv, seq) == TKV_OK;
-        else if (tkv_rng_below(&rng, 2)) CHECK_EQ(tkv_abort(kv, seq), TKV_OK), step[seq] = 0;
-        else if (tkv_commit(kv, seq) == TKV_OK) step[seq] = 0;
-    } else if (kind < 95 && kv->tables.cfg.evict.kind) {
-        tkv_evict_params p;
-        memset(&p, 0, sizeof p);
-        p.seq = seq;
-        p.layer = kind % 2 ? layer : TKV_NONE;
-        p.keep = 100 + tkv_rng_below(&rng, 600);
-        st = tkv_evict(kv, &p);
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE);
-    } else if (kind < 96) {
-        st = tkv_reserve(kv, seq, 1 + tkv_rng_below(&rng, CHUNK));
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
-    } else if (kind < 98) {
-        st = tkv_set_level(kv, tkv_rng_below(&rng, 4));
-        CHECK(st == TKV_OK || st == TKV_ERR_ARG);
-    } else if (tkvi_lazy(kv)) {
-        st = tkv_set_budget(kv, (size_t)(300 + tkv_rng_below(&rng, 300)) * 1000);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
-    }
-    d->store_fails = d->fetch_fails = 0;
-}
-
-TEST(random_calls) {
-    const int calls = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 600 : 1500);
-    const int first = from_env("TKV_RANDOM_SEED", 1);
-    int config, i;
-    for (config = 0; config < 8; config++) {
-        tkv_config cfg = small();
-        tkv_cache *kv;
-        purse p;
-        depot d;
-        int step[SEQS] = {0};
-        rng = tkv_rng_seed((uint64_t)(first + config));
-        cfg.budget_bytes = config < 3 ? (size_t)(config < 2 ? 350 : 600) * 1000 : 0;
-        if (config % 2) cfg.spill.keep_exact = 1;
-        if (config == 2) cfg.policy.max_level = TKV_NONE;
-        if (config == 1) cfg.window = 1000;
-        if (config == 4) cfg.quality_heads = 2;
-        if (config > 4)
-            cfg.evict.kind = (tkv_evict_kind)(config == 5   ? TKV_EVICT_KNORM
-                                              : config == 6 ? TKV_EVICT_KEYDIFF
-                                                            : TKV_EVICT_SLIDING);
-        if (config == 6) cfg.evict_tokens = 900;
-        if (config == 5 || config == 7) cfg.budget_bytes = 600 * 1000;
-        cfg.allocator = purse_of(&p);
-        depot_for(&d, &cfg);
-        kv = make(&cfg);
-        for (i = 0; i < calls && !tkv_test_.bad; i++) {
-            const int fails = tkv_rng_below(&rng, 20) == 0;
-            if (fails) p.closed = 1 + tkv_rng_below(&rng, 3);
-            random_call(kv, &d, step);
-            p.closed = 0;
-            sound(kv);
-            if (cfg.budget_bytes) CHECK_LE(kv->heap.held, 600 * 1000);
-        }
-        if (tkv_test_.bad) printf("\n    config %d, call %d", config, i);
-        printf("\n    config %d: %d stores, %d fetches, %d drops, %lu promoted", config, d.stores, d.fetches,
-               d.drops, (unsigned long)kv->promoted);
-        CHECK(d.stores > 0 && d.drops > 0);
-        tkv_destroy(kv);
-        CHECK_EQ(p.held, 0);
-        depot_end(&d);
-    }
-}
-
 /* >>what cannot be */
 TEST(config_says_what_is_wrong) {
     tkv_config cfg = small();
@@ -1043,7 +930,6 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place);
     RUN(a_file);
-    RUN(random_calls);
     RUN(config_says_what_is_wrong);
     return tkv_test_end();
 }
