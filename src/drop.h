@@ -308,17 +308,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
 static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = TKV_EVICT_PYRAMID;
+    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
@@ -405,9 +405,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    const int in_order =
-        kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
     const int stay = tkvi_stay_of(kv, seq, layer);
     int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
     for (i = list->sinks; i < list->n; i++) {
