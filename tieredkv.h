@@ -12542,6 +12542,138 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 }
 
 #endif /* TKVI_EVICT_H */
+/* ======== mass_mode.h ======== */
+/*
+ * mass_mode.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it needs
+ * (evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest one: it is no
+ * matter who comes first, so threads change nothing. May call evict and below.
+ */
+#ifndef TKVI_MASS_MODE_H
+#define TKVI_MASS_MODE_H
+
+
+#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
+#define TKVI_MASS_EVERY 32
+
+/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++)
+            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
+static uint32_t tkvi_mass_counted(float x, float one) {
+    const uint32_t bits = tkvi_bits(x * one + 0.5f);
+    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
+}
+
+static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
+    }
+}
+
+static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k];
+    }
+}
+
+/* >>the table */
+typedef struct tkvi_mass_mode {
+    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
+    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
+    float sign; /* of what is gathered, where high numbers are to be good */
+    float one;  /* 1 as a whole number */
+    void (*say)(const float *s, const float *p, float low, float *said);
+    void (*join)(uint32_t *mass, const uint32_t *more);
+} tkvi_mass_mode;
+
+enum {
+    TKVI_MASS_SUM,
+    TKVI_MASS_LARGEST,
+    TKVI_MASS_LOWS,
+    TKVI_MASS_LAST,
+    TKVI_MASS_OBSERVED,
+    TKVI_MASS_MODES
+};
+
+static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+};
+
+/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
+static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+
+/* What a config asks for. */
+typedef struct tkvi_mass {
+    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
+    int every;                        /* one query in so many tells, or */
+    int newest;                       /* the newest so many do */
+    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+} tkvi_mass;
+
+static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+    const tkv_evict_kind kind = cfg->evict.kind;
+    tkv_evict_config evict;
+    int i;
+    memset(m, 0, sizeof *m);
+    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
+        return; /* no cache has such a config */
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
+    for (i = 0; i < TKVI_MASS_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    if (m->mode) { /* policies know no decay but the caller's */
+        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
+        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
+    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+               kind == TKV_EVICT_USER) {
+        i = tkvi_mass_of_strategy[m->importance.strategy];
+        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+    }
+}
+
+#endif /* TKVI_MASS_MODE_H */
 /* ======== remat.h ======== */
 /*
  * remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the decision to
@@ -15271,6 +15403,7 @@ struct tkv_cache {
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (mass.h) */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -15625,6 +15758,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
@@ -16583,10 +16717,8 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 /*
  * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
  *
- * What is gathered is a row of a table: what the policy of cfg.evict needs (evict.h), else what the strategy of
- * cfg.importance counts. All calls between two appends are one step; its stamp is the list's length. Who comes first to
- * a block in a step decays its numbers, or begins anew. Numbers are whole, and sums end at the largest one: it is
- * no matter who comes first, so threads change nothing.
+ * What is gathered is a row of a table (mass_mode.h). All calls between two appends are one step; its stamp is the
+ * list's length. Who comes first to a block in a step decays its numbers, or begins anew.
  *
  * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
  * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
@@ -16594,127 +16726,6 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 #ifndef TKVI_MASS_H
 #define TKVI_MASS_H
 
-
-#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_MASS_EVERY 32
-
-/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
-static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++)
-            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
-static uint32_t tkvi_mass_counted(float x, float one) {
-    const uint32_t bits = tkvi_bits(x * one + 0.5f);
-    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
-}
-
-static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
-    }
-}
-
-static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k];
-    }
-}
-
-/* >>the table */
-typedef struct tkvi_mass_mode {
-    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
-    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign; /* of what is gathered, where high numbers are to be good */
-    float one;  /* 1 as a whole number */
-    void (*say)(const float *s, const float *p, float low, float *said);
-    void (*join)(uint32_t *mass, const uint32_t *more);
-} tkvi_mass_mode;
-
-enum {
-    TKVI_MASS_SUM,
-    TKVI_MASS_LARGEST,
-    TKVI_MASS_LOWS,
-    TKVI_MASS_LAST,
-    TKVI_MASS_OBSERVED,
-    TKVI_MASS_MODES
-};
-
-static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-};
-
-/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
-static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
-    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
-
-/* What a config asks for. */
-typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
-    int every;                        /* one query in so many tells, or */
-    int newest;                       /* the newest so many do */
-    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
-} tkvi_mass;
-
-static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
-    const tkv_evict_kind kind = cfg->evict.kind;
-    tkv_evict_config evict;
-    int i;
-    memset(m, 0, sizeof *m);
-    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* no cache has such a config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
-    for (i = 0; i < TKVI_MASS_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
-    if (m->mode) { /* policies know no decay but the caller's */
-        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
-        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
-               kind == TKV_EVICT_USER) {
-        i = tkvi_mass_of_strategy[m->importance.strategy];
-        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
-    }
-}
 
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
@@ -16730,7 +16741,8 @@ static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
 }
 
 /* said: of the block's 64 tokens, 0 where they are gone. */
-static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
+static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said) {
+    const tkvi_mass *m = &kv->mass;
     tkvi_notes *n = &kv->pool.notes[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
@@ -16745,16 +16757,14 @@ static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
 /* The numbers of two blocks that become one are those of one step. */
 static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_notes *n = kv->pool.notes;
-    tkvi_mass m;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    tkvi_mass_bring(&m, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_mass_bring(&m, &n[b], n[a].step);
+    tkvi_mass_bring(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_mass_bring(&kv->mass, &n[b], n[a].step);
 }
 
 /* The step of the newest queries that told, where older ones do not count. */
-static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *list, const uint32_t *ids) {
+static int tkvi_mass_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
-    if (!m->mode || !m->mode->fresh) return 0;
+    if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
     tkvi_lock(&kv->learning);
     for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
     tkvi_unlock(&kv->learning);
@@ -16762,7 +16772,8 @@ static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *
 }
 
 /* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
-static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, int newest, float *a) {
+static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
+    const tkvi_mass *m = &kv->mass;
     tkvi_notes n;
     double by = 0.0;
     int t;
@@ -16779,25 +16790,24 @@ static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
 }
 
 /* Importance of up to 64 tokens at these positions, from what was gathered of them. */
-static void tkvi_weigh(const tkvi_mass *m, const int *position, float *a, int n, int len) {
+static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_importance_read(&m->importance, token, position, n, len - 1, a);
+    (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
 }
 
 /* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
 static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    tkvi_mass m;
+    const tkvi_mass_mode *mode = kv->mass.mode;
     int i;
     if (!kv->pool.notes) return;
-    tkvi_mass_init(&m, &kv->tables.cfg);
     for (i = 0; i < list->n; i++) {
         tkvi_notes *n = &kv->pool.notes[ids[i]];
-        if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
+        if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
     }
 }
 
@@ -17238,21 +17248,19 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
     tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
-    tkvi_mass m;
     uint64_t there;
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    newest = tkvi_mass_newest(kv, list, ids);
     tkvi_mass_meet(kv, ids[0], ids[i]);
-    tkvi_mass_now(kv, &m, ids[i], list->len, newest, mine);
+    tkvi_mass_now(kv, ids[i], list->len, newest, mine);
     for (t = 0; t < TKVI_BLOCK; t++) {
         int slot;
         if (!(there >> t & 1)) continue;
-        tkvi_mass_now(kv, &m, ids[0], list->len, newest, a);
+        tkvi_mass_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
@@ -17749,10 +17757,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
@@ -17761,7 +17766,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
@@ -17776,7 +17781,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -20246,7 +20251,7 @@ typedef struct tkvi_call {
     int meter;       /* the quality meter watches a head of it (meter.h) */
     tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
     int *failed;     /* of all tasks: bits of tkvi_failure */
-    tkvi_mass mass;  /* what is gathered of what queries look at */
+    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -20290,7 +20295,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tile = TKVI_ROWS;
@@ -20953,9 +20958,9 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 /* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
 static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
-    if (!m->mode) return u->rows;
+    if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
         if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
@@ -20986,7 +20991,7 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
 static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
     int i, r, t;
@@ -21007,7 +21012,7 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said);
     }
 }
 
@@ -21125,7 +21130,7 @@ static void tkvi_run_gather(void *ctx, int index) {
 /* Does any unit tell? Serves only to wake no threads in vain. */
 static int tkvi_any_tells(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
         tkvi_unit u;
         tkvi_find_unit(w->call, i, &u);
         any = tkvi_next_teller(&u, 0) < u.rows;
@@ -21274,7 +21279,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass.mode) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_many_gather(&eight, &sums);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
@@ -21506,12 +21511,11 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 #define TKVI_RANKING_H
 
 
-/* One layer of one sequence, and what its config asks for. */
+/* One layer of one sequence. */
 typedef struct tkvi_ranking {
     tkv_cache *kv;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_mass mass;
     int newest;
 } tkvi_ranking;
 
@@ -21521,10 +21525,9 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->kv = kv;
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
-    tkvi_mass_init(&r->mass, &kv->tables.cfg);
     /* age alone needs nothing gathered */
-    if (!r->mass.mode && r->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
-    r->newest = tkvi_mass_newest(kv, &r->mass, r->list, r->ids);
+    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
@@ -21534,13 +21537,13 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
-    tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
+    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh(&r->mass, position, out, n, r->list->len);
+    tkvi_weigh(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -21583,7 +21586,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !r.mass.mode)
+    if (st || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "nothing is gathered: set cfg.importance_every, or a strategy or "
                          "policy that counts attention",
@@ -21596,7 +21599,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
                              " is not");
-    low = tkvi_or(r.mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
         const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
@@ -21607,8 +21610,8 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
-        r.mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);
+        kv->mass.mode->say(s, p, low, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said);
     }
     return tkvi_ok(kv);
 }

@@ -43,7 +43,7 @@ typedef struct tkvi_call {
     int meter;       /* the quality meter watches a head of it (meter.h) */
     tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
     int *failed;     /* of all tasks: bits of tkvi_failure */
-    tkvi_mass mass;  /* what is gathered of what queries look at */
+    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -87,7 +87,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tile = TKVI_ROWS;
@@ -750,9 +750,9 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 /* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
 static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
-    if (!m->mode) return u->rows;
+    if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
         if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
@@ -783,7 +783,7 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
 static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
     int i, r, t;
@@ -804,7 +804,7 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said);
     }
 }
 
@@ -922,7 +922,7 @@ static void tkvi_run_gather(void *ctx, int index) {
 /* Does any unit tell? Serves only to wake no threads in vain. */
 static int tkvi_any_tells(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
         tkvi_unit u;
         tkvi_find_unit(w->call, i, &u);
         any = tkvi_next_teller(&u, 0) < u.rows;
@@ -1071,7 +1071,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass.mode) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_many_gather(&eight, &sums);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {

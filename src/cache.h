@@ -9,6 +9,7 @@
 #ifndef TKVI_CACHE_H
 #define TKVI_CACHE_H
 
+#include "mass_mode.h"
 #include "meter.h"
 #include "pool.h"
 
@@ -95,6 +96,7 @@ struct tkv_cache {
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (mass.h) */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -449,6 +451,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;

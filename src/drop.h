@@ -270,10 +270,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
@@ -282,7 +279,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
@@ -297,7 +294,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;

@@ -60,6 +60,7 @@ extern "C" {
 #include "evict_random.h"
 #include "evict_given.h"
 #include "evict.h"
+#include "mass_mode.h"
 #include "remat.h"
 #include "plan.h"
 #include "preset.h"

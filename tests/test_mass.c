@@ -74,14 +74,11 @@ static void ask(tkv_cache *kv, const tkv_attend_params *p) {
 static void gathered(tkv_cache *kv, int layer, float *a) {
     const tkvi_list *list = tkvi_list_of(kv, 0, layer);
     const uint32_t *ids = tkvi_ids(kv, 0, layer);
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     memset(a, 0, MOST * sizeof *a);
     for (i = 0; i < list->n; i++) {
         float x[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, x);
+        tkvi_mass_now(kv, ids[i], list->len, newest, x);
         for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_at(kv, ids[i], t)] = x[t];
     }
 }
