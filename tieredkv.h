@@ -442,6 +442,11 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
     TKV_IMPORTANCE_STRATEGIES
 } tkv_importance_strategy;
+typedef enum tkv_importance_heads {
+    TKV_IMPORTANCE_MEAN = 0,
+    TKV_IMPORTANCE_MAX,
+    TKV_IMPORTANCE_SUM
+} tkv_importance_heads;
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
@@ -449,6 +454,8 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     float recency;   /* weight of the age, 0 to 1e6 */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+    /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
+    tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
     TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
@@ -1150,11 +1157,6 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
 /* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
 TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
                                        const int *position, int n, int now, float *out);
-typedef enum tkv_importance_heads {
-    TKV_IMPORTANCE_MEAN = 0,
-    TKV_IMPORTANCE_MAX,
-    TKV_IMPORTANCE_SUM
-} tkv_importance_heads;
 /* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
 TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
                                             int n_heads, int n, float *out);
@@ -1169,20 +1171,26 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
  * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
- *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
- *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
- *     tova                                     weights of the newest query alone, summed over heads
+ *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
  * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
- * "recency" gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells
- * of those at one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads
- * and layers in turns, so sums are about that part of the whole. What happens between two appends is a step; for
- * each token that came since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy
- * decides): after a chunk of 64 by its 64th power; those of newest queries begin anew with each step. Sums end at
- * 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this, sums do not depend on threads.
- * Costs a second pass over the keys for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang:
- * elsewhere only tkv_importance_add_to brings something.
+ * "recency" gathers nothing. The weight that a KV head gave is what importance.heads makes of those of its
+ * n_heads / n_kv_heads query heads: their mean, the largest, or the sum. Mean and sum differ by that constant factor
+ * alone: policies choose the same tokens by both, but recency and thresholds stand against another number. Of lows,
+ * the mean or sum of the heads' counts, or (max) whether all heads gave less. max, and mean and sum for heavy_hitter,
+ * put the heads of a query together first, where there are more than 8 as many as run together.
+ *
+ * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
+ * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
+ * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
+ * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 8,388,607.
+ * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
+ * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
+ * brings something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
@@ -11672,7 +11680,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
-    if (!s) return NULL;
+    if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);
@@ -12280,9 +12288,9 @@ static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UN
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_kind (api.h) and, at the same place, in tkvi_evict_rows below; include the file here and
- *      list it in tieredkv.h.
- * Nothing else has to know it: cache, config, names, texts and tests go through the table. What it needs of attention
+ *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *      (text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention
  * the row says, and mass.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
  * select per head): what comes from heads is sums or means over them. May call the policies' files.
  */
@@ -12558,6 +12566,8 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 #define TKVI_MASS_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
+
 static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
     int t, k;
     (void)s;
@@ -12618,9 +12628,10 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 typedef struct tkvi_mass_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign; /* of what is gathered, where high numbers are to be good */
-    float one;  /* 1 as a whole number */
-    void (*say)(const float *s, const float *p, float low, float *said);
+    float sign;                 /* of what is gathered, where high numbers are to be good */
+    float one;                  /* 1 as a whole number */
+    tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
+    tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
 } tkvi_mass_mode;
 
@@ -12634,11 +12645,11 @@ enum {
 };
 
 static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, TKV_IMPORTANCE_SUM, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
@@ -12647,11 +12658,25 @@ static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
 
 /* What a config asks for. */
 typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
-    int every;                        /* one query in so many tells, or */
-    int newest;                       /* the newest so many do */
+    const tkvi_mass_mode *mode; /* NULL: nothing is gathered */
+    int every;                  /* one query in so many tells, or */
+    int newest;                 /* the newest so many do */
+    tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
+    float one;          /* 1 of what a query head tells, as a whole number */
+    float unit;         /* 1 of what it all comes to */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
 } tkvi_mass;
+
+/* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
+static void tkvi_mass_heads(tkvi_mass *m, int n) {
+    const tkv_importance_heads how = m->importance.heads;
+    const int largest = how == TKV_IMPORTANCE_MAX;
+    const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
+    m->unit = m->one * (float)mean;
+    if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
+        m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
+}
 
 static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
@@ -12671,6 +12696,7 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
         i = tkvi_mass_of_strategy[m->importance.strategy];
         if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
     }
+    if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
 }
 
 #endif /* TKVI_MASS_MODE_H */
@@ -16740,13 +16766,13 @@ static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
     n->step = step;
 }
 
-/* said: of the block's 64 tokens, 0 where they are gone. */
-static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said) {
+/* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
+static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
     const tkvi_mass *m = &kv->mass;
     tkvi_notes *n = &kv->pool.notes[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->learning);
     tkvi_mass_bring(m, n, len);
@@ -16784,7 +16810,7 @@ static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float
         tkvi_unlock(&kv->learning);
         by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.step);
-        by *= (double)m->mode->sign / (double)m->mode->one;
+        by *= (double)m->mode->sign / (double)m->unit;
     }
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }
@@ -20244,6 +20270,7 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
     int tile;              /* rows of a unit */
+    int tell;              /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     int listen;      /* statistics of this layer are wanted (learn.h) */
@@ -20298,7 +20325,10 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
-    c->tile = TKVI_ROWS;
+    c->tell = TKVI_ROWS;
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+        c->tell -= TKVI_ROWS % c->heads_per_kv;
+    c->tile = c->tell;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -20988,13 +21018,23 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
     return n;
 }
 
+/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+    if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
+        (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
+        return 1;
+    }
+    memset(p, 0, TKVI_BLOCK * sizeof *p);
+    return 0;
+}
+
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
 static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
     const tkvi_mass *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
-    int i, r, t;
+    int i, r, t, end, any;
     tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
@@ -21005,14 +21045,18 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         const uint64_t gone = kv->pool.block[u->ids[i]].gone;
         if (!tkvi_block_scores(u, q, i, scores)) continue;
         memset(said, 0, sizeof said);
-        for (r = 0; r < u->rows; r++) {
-            if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
-            (void)kv->kernels->exp64(scores + r * TKVI_BLOCK, lse[r], p);
-            m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        for (r = 0; r < u->rows; r = end) {
+            any = tkvi_weights_of(u, scores, lse[r], r, p);
+            for (end = r + 1; m->heads && end < u->rows && tkvi_query_of(u, end) == tkvi_query_of(u, r);
+                 end++) {
+                any |= tkvi_weights_of(u, scores, lse[end], end, more);
+                m->heads(NULL, more, 0.0f, p);
+            }
+            if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, u->ids[i], u->list->len, said);
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
     }
 }
 
@@ -21261,11 +21305,11 @@ static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *
     tkvi_gather_mass(u, sums, 0, u->list->n, &q);
 }
 
-/* Eight rows of a unit */
+/* Eight rows of a unit, or as many as are gathered together. */
 static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
     tkvi_unit eight = *u;
     eight.first += first;
-    eight.rows = tkvi_min(TKVI_ROWS, u->rows - first);
+    eight.rows = tkvi_min(u->call->tell, u->rows - first);
     return eight;
 }
 
@@ -21299,7 +21343,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     tkvi_many_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_many_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
 }
 
 /* The quality meter compares kernels.h's scores with its own: rows that it samples are done again. */
@@ -21324,7 +21368,7 @@ static void tkvi_run_many(void *ctx, int index) {
     int first;
     tkvi_find_unit(w->call, index, &u);
     tkvi_many_unit(&u);
-    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += TKVI_ROWS) {
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
         const tkvi_unit eight = tkvi_many_eight(&u, first);
         tkvi_many_measure(w, &eight);
     }
@@ -21460,8 +21504,9 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
     } else {
         c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile -= c.tile % c.tell;
         tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
-        c.tile = TKVI_ROWS;
+        c.tile = c.tell;
     }
     if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
@@ -21611,7 +21656,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
         kv->mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, r.ids[i], r.list->len, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }
@@ -23175,6 +23220,8 @@ static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
                                              {"scores", TKV_EVICT_SCORES},
                                              {"user", TKV_EVICT_USER},
                                              {NULL, 0}};
+static const tkvi_word tkvi_words_heads[] = {
+    {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
 static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
                                                   {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
                                                   {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
@@ -23282,6 +23329,7 @@ static const tkvi_row tkvi_importance_fields[] = {
     TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
 };
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))

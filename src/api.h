@@ -351,6 +351,11 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
     TKV_IMPORTANCE_STRATEGIES
 } tkv_importance_strategy;
+typedef enum tkv_importance_heads {
+    TKV_IMPORTANCE_MEAN = 0,
+    TKV_IMPORTANCE_MAX,
+    TKV_IMPORTANCE_SUM
+} tkv_importance_heads;
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
@@ -358,6 +363,8 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     float recency;   /* weight of the age, 0 to 1e6 */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+    /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
+    tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
     TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
@@ -1059,11 +1066,6 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
 /* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
 TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
                                        const int *position, int n, int now, float *out);
-typedef enum tkv_importance_heads {
-    TKV_IMPORTANCE_MEAN = 0,
-    TKV_IMPORTANCE_MAX,
-    TKV_IMPORTANCE_SUM
-} tkv_importance_heads;
 /* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
 TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
                                             int n_heads, int n, float *out);
@@ -1078,20 +1080,26 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
  * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
- *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
- *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
- *     tova                                     weights of the newest query alone, summed over heads
+ *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
  * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
- * "recency" gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells
- * of those at one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads
- * and layers in turns, so sums are about that part of the whole. What happens between two appends is a step; for
- * each token that came since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy
- * decides): after a chunk of 64 by its 64th power; those of newest queries begin anew with each step. Sums end at
- * 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this, sums do not depend on threads.
- * Costs a second pass over the keys for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang:
- * elsewhere only tkv_importance_add_to brings something.
+ * "recency" gathers nothing. The weight that a KV head gave is what importance.heads makes of those of its
+ * n_heads / n_kv_heads query heads: their mean, the largest, or the sum. Mean and sum differ by that constant factor
+ * alone: policies choose the same tokens by both, but recency and thresholds stand against another number. Of lows,
+ * the mean or sum of the heads' counts, or (max) whether all heads gave less. max, and mean and sum for heavy_hitter,
+ * put the heads of a query together first, where there are more than 8 as many as run together.
+ *
+ * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
+ * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
+ * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
+ * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 8,388,607.
+ * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
+ * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
+ * brings something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run

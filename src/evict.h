@@ -10,9 +10,9 @@
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_kind (api.h) and, at the same place, in tkvi_evict_rows below; include the file here and
- *      list it in tieredkv.h.
- * Nothing else has to know it: cache, config, names, texts and tests go through the table. What it needs of attention
+ *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *      (text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention
  * the row says, and mass.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
  * select per head): what comes from heads is sums or means over them. May call the policies' files.
  */

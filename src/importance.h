@@ -56,7 +56,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
-    if (!s) return NULL;
+    if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);

@@ -25,13 +25,13 @@ static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
     n->step = step;
 }
 
-/* said: of the block's 64 tokens, 0 where they are gone. */
-static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said) {
+/* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
+static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
     const tkvi_mass *m = &kv->mass;
     tkvi_notes *n = &kv->pool.notes[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->learning);
     tkvi_mass_bring(m, n, len);
@@ -69,7 +69,7 @@ static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float
         tkvi_unlock(&kv->learning);
         by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.step);
-        by *= (double)m->mode->sign / (double)m->mode->one;
+        by *= (double)m->mode->sign / (double)m->unit;
     }
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }

@@ -15,6 +15,8 @@
 #define TKVI_MASS_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
+
 static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
     int t, k;
     (void)s;
@@ -75,9 +77,10 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 typedef struct tkvi_mass_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign; /* of what is gathered, where high numbers are to be good */
-    float one;  /* 1 as a whole number */
-    void (*say)(const float *s, const float *p, float low, float *said);
+    float sign;                 /* of what is gathered, where high numbers are to be good */
+    float one;                  /* 1 as a whole number */
+    tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
+    tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
 } tkvi_mass_mode;
 
@@ -91,11 +94,11 @@ enum {
 };
 
 static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, TKV_IMPORTANCE_SUM, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
@@ -104,11 +107,25 @@ static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
 
 /* What a config asks for. */
 typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
-    int every;                        /* one query in so many tells, or */
-    int newest;                       /* the newest so many do */
+    const tkvi_mass_mode *mode; /* NULL: nothing is gathered */
+    int every;                  /* one query in so many tells, or */
+    int newest;                 /* the newest so many do */
+    tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
+    float one;          /* 1 of what a query head tells, as a whole number */
+    float unit;         /* 1 of what it all comes to */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
 } tkvi_mass;
+
+/* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
+static void tkvi_mass_heads(tkvi_mass *m, int n) {
+    const tkv_importance_heads how = m->importance.heads;
+    const int largest = how == TKV_IMPORTANCE_MAX;
+    const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
+    m->unit = m->one * (float)mean;
+    if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
+        m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
+}
 
 static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
@@ -128,6 +145,7 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
         i = tkvi_mass_of_strategy[m->importance.strategy];
         if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
     }
+    if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
 }
 
 #endif /* TKVI_MASS_MODE_H */

@@ -107,7 +107,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
         kv->mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, r.ids[i], r.list->len, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }
