@@ -211,6 +211,7 @@
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_promote TKV_NAME_(tkv_promote)
+#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -980,10 +981,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
  * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
  * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
  * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
- *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
- *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
- * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Those that matter: tkv_promote_by_importance. */
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
@@ -1455,6 +1453,29 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+
+/* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
+ * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
+ * (tkv_importance_of). Those that nobody has come back by compute, which is asked for all that is missing, front to
+ * back, as much as remat has FLOPs for (tkv_recompute; its steps are lengths of the layer here). */
+typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may share one, and then the limit */
+    tkv_importance_promotion by; /* by.cfg: threshold, limit, cool-down: .05, 8, 4 if they are 0 */
+    tkv_remat *remat;            /* NULL, as compute: what nobody has has no source */
+    tkv_compute compute;
+    void *user;
+    /* of the last call, blocks that matter: */
+    int promoted;
+    int waiting;   /* for the limit, the cool-down, FLOPs, or because of an error */
+    int no_source; /* nothing better is kept */
+} tkv_promotion;
+/* A step is what happens at one length of the layer. A block has moved when it came back and when it was coded or
+ * went outside, by hand or because of age or bytes. Age counts in hybrid's importance: with tau 64 what is younger
+ * than 115 tokens is above the threshold by that alone, "accumulation" counts attention only. TKV_ERR_NO_SOURCE:
+ * blocks matter, and of none of them anything better is kept; those that are exact do not count. TKV_ERR_CONFIG:
+ * nothing is gathered (cfg.importance_every), or by.cfg; TKV_ERR_ARG; errors of tkv_promote and tkv_recompute: what
+ * came before stays, and p says how much. In a full cache TKV_ERR_BUDGET is usual: nothing makes room for it.
+ * O(tokens of the layer), and a fetch of each block that comes. */
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -11837,58 +11858,80 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
     return TKV_OK;
 }
 
-/* >>promotion */
+/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
+ * end */
+typedef struct tkvi_promoting {
+    float threshold;
+    int now, cooldown, room, found;
+    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    float score[TKV_IMPORTANCE_PER_STEP];
+    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+} tkvi_promoting;
+
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+    const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
+    memset(b, 0, sizeof *b);
+    b->threshold = tkvi_or(p->cfg.threshold, .05f);
+    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->now = now;
+    b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+           b->cooldown >= 0;
+}
+
+/* moved: its last step, or TKV_NONE. */
+static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
+    int j;
+    if (score < b->threshold) return;
+    if (!source) {
+        b->no_source++;
+        return;
+    }
+    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+        (b->found == b->room && score <= b->score[b->found - 1])) {
+        b->waiting++;
+        return;
+    }
+    if (b->found == b->room) b->waiting++;
+    else b->found++;
+    for (j = b->found - 1; j > 0 && score > b->score[j - 1]; j--) {
+        b->out[j] = b->out[j - 1];
+        b->score[j] = b->score[j - 1];
+    }
+    b->out[j] = i;
+    b->score[j] = score;
+}
+
+/* The first `done` of the list came. */
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+    if (b->now > p->step) p->used = 0;
+    p->step = b->now;
+    p->used += done;
+    p->promoted += (uint64_t)done;
+    p->no_source += b->no_source > 0;
+    p->waiting += (uint64_t)(b->waiting + b->found - done);
+}
+
 TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
                                           const uint64_t *source, int *moved, int n, int now, int *out,
                                           int *count) {
-    float threshold;
-    tkvi_ranks r;
-    int per_step, cooldown, room, i, j, found = 0;
-    uint64_t none = 0, waiting = 0;
+    tkvi_promoting best;
+    int i;
     if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
         (n > 0 && (!score || !moved || !out)))
         return TKV_ERR_ARG;
-    threshold = tkvi_or(p->cfg.threshold, .05f);
-    per_step = p->cfg.per_step ? p->cfg.per_step : 8;
-    cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
-    if (!tkvi_is_finite(threshold) || per_step < 1 || per_step > TKV_IMPORTANCE_PER_STEP || cooldown < 0)
-        return TKV_ERR_CONFIG;
+    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) {
         if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
         if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
     }
-    if (now > p->step) p->used = 0;
-    p->step = now;
-    room = tkvi_max(0, per_step - p->used);
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) { /* out is kept in order, the worst falls off its end */
-        if (score[i] < threshold) continue;
-        if (!source || !tkvi_has(source, i)) {
-            none = 1;
-            continue;
-        }
-        if (moved[i] != TKV_NONE && now - moved[i] < cooldown) {
-            waiting++;
-            continue;
-        }
-        if (found == room && (room == 0 || !tkvi_before(&r, i, out[found - 1]))) {
-            waiting++;
-            continue;
-        }
-        if (found == room) waiting++;
-        else found++;
-        for (j = found - 1; j > 0 && tkvi_before(&r, i, out[j - 1]); j--) out[j] = out[j - 1];
-        out[j] = i;
+    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
+    for (i = 0; i < best.found; i++) {
+        out[i] = best.out[i];
+        moved[out[i]] = now;
     }
-    for (j = 0; j < found; j++) moved[out[j]] = now;
-    p->used += found;
-    p->promoted += (uint64_t)found;
-    p->no_source += none;
-    p->waiting += waiting;
-    *count = found;
+    tkvi_promoting_end(&best, p, best.found);
+    *count = best.found;
     return TKV_OK;
 }
 
@@ -14781,7 +14824,8 @@ typedef struct tkvi_notes {
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    int step;           /* when that was last added to */
+    int step;           /* when mass was last added to */
+    int moved;          /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {
@@ -15512,6 +15556,11 @@ static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     const int32_t at = position;
     if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
     else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+}
+
+/* It has changed its tier: promotion waits a while (promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
 }
 
 /* End of the positions that block i may have tokens of. */
@@ -16990,6 +17039,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     b->slot = kv->pool.marks;
     kv->pool.n_spilled++;
     kv->spilled++;
+    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     return 1;
 }
@@ -17436,6 +17486,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
     b = &kv->pool.block[ids[i]];
+    tkvi_note_move(kv, ids[i], list->len);
     b->via = via;
     if (packs) {
         b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
@@ -19519,27 +19570,23 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    tkvi_list *list;
-    tkvi_block *b;
-    tkvi_outside what;
+/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+static int tkvi_better_of(const tkvi_block *b) {
+    if (b->refs > 1) return -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
+    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+}
+
+/* Block i, which has this position, comes back. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    tkvi_block *b = &kv->pool.block[id];
+    const int what = tkvi_better_of(b);
     tkv_status st;
-    uint32_t id, page, old_page;
-    int i, place, coding, slot, old_slot;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
-    id = tkvi_ids(kv, seq, layer)[i];
-    b = &kv->pool.block[id];
-    what = b->copy && (b->copy - 1 != b->coding || tkvi_absent(b)) ? TKVI_COPY : TKVI_ITSELF;
-    if (b->refs > 1 || (what == TKVI_ITSELF && (!tkvi_spilled(b) || tkvi_absent(b))))
+    uint32_t page, old_page;
+    int coding, slot, old_slot;
+    if (what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
                          " (cfg.spill.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -19547,7 +19594,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -19567,9 +19614,26 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    tkvi_note_move(kv, id, list->len);
     kv->promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
 }
 
 #endif /* TKVI_PROMOTE_H */
@@ -21702,6 +21766,106 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
 }
 
 #endif /* TKVI_RANKING_H */
+/* ======== promotion.h ======== */
+/*
+ * promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing them
+ * (threshold, limit and cool-down: importance.h). May call ranking, recompute and below.
+ *
+ *     block     exact   coded + copy   outside   coded   nobody has it
+ *     source      -     the copy       itself    none    the caller's model
+ */
+#ifndef TKVI_PROMOTION_H
+#define TKVI_PROMOTION_H
+
+
+/* A block matters as much as the token of it that matters most. 0: all have gone. */
+static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
+    float x[TKVI_BLOCK];
+    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
+    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
+    return n > 0;
+}
+
+/* Blocks behind the sinks that are not exact in RAM. */
+static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
+                              tkvi_promoting *best) {
+    int i;
+    for (i = r->list->sinks; i < r->list->n; i++) {
+        const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
+        const int moved = r->kv->pool.notes[r->ids[i]].moved;
+        float score = 0.0f;
+        if (!tkvi_spilled(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_block_matters(r, i, &score)) continue;
+        tkvi_promoting_offer(best, (int)r->ids[i], score,
+                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_absent(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
+    }
+}
+
+/* The place of a block; -1: it is not there any more. */
+static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
+    int i;
+    for (i = 0; i < r->list->n; i++)
+        if (r->ids[i] == id) return i;
+    return -1;
+}
+
+/* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
+static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                             const tkvi_promoting *best, int *done) {
+    tkv_cache *kv = r->kv;
+    tkv_status st = TKV_OK;
+    int j, i, asked = 0;
+    for (j = 0; j < best->found && !st; j++) {
+        const uint32_t id = (uint32_t)best->out[j];
+        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
+        if (tkvi_better_of(&kv->pool.block[id]) >= 0) {
+            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
+            *done += !st;
+            continue;
+        }
+        if (!asked++ && tkvi_absent(&kv->pool.block[id]))
+            st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
+                               NULL);
+        if (tkvi_absent(&kv->pool.block[id])) continue;
+        tkvi_note_move(kv, id, r->list->len);
+        ++*done;
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_status st;
+    int done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!p || p->by.used < 0 || !p->compute != !p->remat)
+        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
+                         NULL);
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* it was cut */
+    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
+                         p->by.cfg.per_step, "");
+    p->promoted = p->waiting = p->no_source = 0;
+    if (kv->pool.notes) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_bring(&r, seq, layer, p, &best, &done);
+    tkvi_promoting_end(&best, &p->by, done);
+    p->promoted = done;
+    p->waiting = best.waiting + best.found - done;
+    p->no_source = best.no_source;
+    if (st) return st;
+    if (p->no_source && !p->promoted && !p->waiting)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
+                         " (cfg.spill.keep_exact keeps it)");
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_PROMOTION_H */
 /* ======== reference.h ======== */
 /*
  * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, pass

@@ -120,6 +120,7 @@
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_promote TKV_NAME_(tkv_promote)
+#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -889,10 +890,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
  * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
  * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
  * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
- *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
- *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
- * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Those that matter: tkv_promote_by_importance. */
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
@@ -1364,6 +1362,29 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+
+/* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
+ * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
+ * (tkv_importance_of). Those that nobody has come back by compute, which is asked for all that is missing, front to
+ * back, as much as remat has FLOPs for (tkv_recompute; its steps are lengths of the layer here). */
+typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may share one, and then the limit */
+    tkv_importance_promotion by; /* by.cfg: threshold, limit, cool-down: .05, 8, 4 if they are 0 */
+    tkv_remat *remat;            /* NULL, as compute: what nobody has has no source */
+    tkv_compute compute;
+    void *user;
+    /* of the last call, blocks that matter: */
+    int promoted;
+    int waiting;   /* for the limit, the cool-down, FLOPs, or because of an error */
+    int no_source; /* nothing better is kept */
+} tkv_promotion;
+/* A step is what happens at one length of the layer. A block has moved when it came back and when it was coded or
+ * went outside, by hand or because of age or bytes. Age counts in hybrid's importance: with tau 64 what is younger
+ * than 115 tokens is above the threshold by that alone, "accumulation" counts attention only. TKV_ERR_NO_SOURCE:
+ * blocks matter, and of none of them anything better is kept; those that are exact do not count. TKV_ERR_CONFIG:
+ * nothing is gathered (cfg.importance_every), or by.cfg; TKV_ERR_ARG; errors of tkv_promote and tkv_recompute: what
+ * came before stays, and p says how much. In a full cache TKV_ERR_BUDGET is usual: nothing makes room for it.
+ * O(tokens of the layer), and a fetch of each block that comes. */
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

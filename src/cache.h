@@ -181,6 +181,11 @@ static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
 }
 
+/* It has changed its tier: promotion waits a while (promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+}
+
 /* End of the positions that block i may have tokens of. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];

@@ -45,7 +45,8 @@ typedef struct tkvi_notes {
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    int step;           /* when that was last added to */
+    int step;           /* when mass was last added to */
+    int moved;          /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {

@@ -87,6 +87,7 @@ extern "C" {
 #include "calibration.h"
 #include "attend.h"
 #include "ranking.h"
+#include "promotion.h"
 #include "reference.h"
 #include "report.h"
 #include "decimal.h"
