@@ -201,6 +201,7 @@
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_pin TKV_NAME_(tkv_pin)
+#define tkv_pin_until TKV_NAME_(tkv_pin_until)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -959,7 +960,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 400 more with cfg.evict or cfg.importance_every, and
+ * the index stay in RAM (40 bytes or so a block and layer, 424 more with cfg.evict or cfg.importance_every, and
  * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
@@ -1168,7 +1169,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ * cfg.evict asks for it; 424 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
  *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
  *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
@@ -1321,10 +1322,14 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
  *
- * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
- * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
- * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
- * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+ * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
+ * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
+ * does for texts longer than a model knows: coded ones would have to be decoded, turned and coded again with each
+ * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
+ * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
+ * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
+ * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 424 bytes for 64 tokens of a
+ * layer know of it. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;
     int layer;                     /* TKV_NONE: all of them */
@@ -1342,6 +1347,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
 /* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
+ * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
+ * length is not 1 to 2^30 - 2. */
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
 /* Bits of those of tokens start .. start+n-1 that are there. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
@@ -14823,9 +14832,11 @@ typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    int step;           /* when mass was last added to */
-    int moved;          /* 0, or 1 + the list's length when the block last changed its tier */
+    int until;
+    int step;  /* when mass was last added to */
+    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {
@@ -15576,14 +15587,16 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, anchored = b->anchored;
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->anchored = 0;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
@@ -17606,6 +17619,12 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+}
+
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
@@ -17839,10 +17858,11 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
         tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -17852,7 +17872,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
                 (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
@@ -17956,7 +17976,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -17975,7 +17995,7 @@ static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
         if (!tkvi_spilled(b)) continue;
         out++;
         tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
@@ -18875,6 +18895,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
             kv->pool.notes[id].mass[at] = 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
@@ -19448,7 +19469,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
     int layer, i, t;
     if (st) return st;
@@ -19457,16 +19479,36 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++)
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
                 const int at = tkvi_at(kv, ids[i], t);
-                if (at < start || at >= start + n) continue;
-                if (pinned) *bits |= (uint64_t)1 << t;
-                else *bits &= ~((uint64_t)1 << t);
+                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            if (!these) continue;
+            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) notes->pinned |= these;
+            else if (until) {
+                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
+                notes->passing |= these;
+            } else {
+                notes->pinned &= ~these;
+                notes->passing &= ~these;
+            }
+        }
     }
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
+}
+
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
+    if (kv && (length < 1 || length >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
+    return tkvi_pin(kv, seq, start, n, length);
 }
 
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {

@@ -110,6 +110,7 @@
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_pin TKV_NAME_(tkv_pin)
+#define tkv_pin_until TKV_NAME_(tkv_pin_until)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -868,7 +869,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 400 more with cfg.evict or cfg.importance_every, and
+ * the index stay in RAM (40 bytes or so a block and layer, 424 more with cfg.evict or cfg.importance_every, and
  * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
@@ -1077,7 +1078,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ * cfg.evict asks for it; 424 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
  *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
  *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
@@ -1230,10 +1231,14 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
  *
- * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
- * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
- * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
- * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+ * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
+ * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
+ * does for texts longer than a model knows: coded ones would have to be decoded, turned and coded again with each
+ * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
+ * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
+ * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
+ * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 424 bytes for 64 tokens of a
+ * layer know of it. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;
     int layer;                     /* TKV_NONE: all of them */
@@ -1251,6 +1256,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
 /* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
+ * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
+ * length is not 1 to 2^30 - 2. */
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
 /* Bits of those of tokens start .. start+n-1 that are there. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 

@@ -199,14 +199,16 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, anchored = b->anchored;
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->anchored = 0;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }

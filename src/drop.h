@@ -42,6 +42,12 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+}
+
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
@@ -275,10 +281,11 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
         tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -288,7 +295,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
                 (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
@@ -392,7 +399,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -411,7 +418,7 @@ static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
         if (!tkvi_spilled(b)) continue;
         out++;
         tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
