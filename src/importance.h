@@ -120,7 +120,7 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     for (i = 0; i < n; i++) {
         const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
         const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
-        const double age = tkvi_power(fade, now - (position ? position[i] : i));
+        const double age = full.recency > 0.0f ? tkvi_power(fade, now - (position ? position[i] : i)) : 0.0;
         const double sum = a + (double)full.recency * age;
         out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
     }
