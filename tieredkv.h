@@ -1186,7 +1186,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
  * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
  * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
- * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 8,388,607.
+ * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 16,777,215.
  * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
  * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
  * brings something.
@@ -21866,10 +21866,10 @@ static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tk
             *done += !st;
             continue;
         }
-        if (!asked++ && tkvi_absent(&kv->pool.block[id]))
+        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
             st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
                                NULL);
-        if (tkvi_absent(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
     }

@@ -57,10 +57,10 @@ static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tk
             *done += !st;
             continue;
         }
-        if (!asked++ && tkvi_absent(&kv->pool.block[id]))
+        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
             st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
                                NULL);
-        if (tkvi_absent(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
     }
