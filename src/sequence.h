@@ -246,6 +246,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
             kv->pool.notes[id].mass[at] = 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {

@@ -339,7 +339,7 @@ TEST(dropped_when_nothing_else_helps) {
     tkv_cache *kv;
     depot d;
     int n, gone, outside;
-    cfg.budget_bytes = 400 * 1000;
+    cfg.budget_bytes = 420 * 1000;
     cfg.evict.kind = TKV_EVICT_SLIDING;
     cfg.hot_tokens = 256;
     depot_for(&d, &cfg);
