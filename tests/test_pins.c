@@ -48,12 +48,6 @@ static int how_many(const tkv_cache *kv, int layer, int from, int to) {
     return n;
 }
 
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    const tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
-}
-
 /* The append that finds the layer at that length is the first that may drop them. */
 TEST(a_pin_ends) {
     tkv_config cfg = config(100);

@@ -13,56 +13,21 @@ enum {
     DIM = 32,
     ROW = KV_HEADS * DIM,
     CHUNK = 64,
-    LONGEST = 2048,
-    KEYS = 512
+    LONGEST = 2048
 };
 
 static tkv_rng rng;
 static float k_of[LAYERS][LONGEST * ROW], v_of[LAYERS][LONGEST * ROW]; /* what the model would compute */
 static float k_in[LONGEST * ROW], v_in[LONGEST * ROW], was[LONGEST * ROW];
 
-/* >>a store */
-typedef struct depot {
-    uint8_t *bytes;
-    size_t room;
-    int fails, fetches; /* the fetch that fails, from now on */
-} depot;
-
-static int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    const depot *d = (const depot *)user;
-    if (key >= KEYS || offset + size > d->room) return 1;
-    memcpy(d->bytes + key * d->room + offset, bytes, size);
-    return 0;
-}
-
-static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    d->fetches++;
-    if (d->fails && --d->fails == 0) return 1;
-    memcpy(bytes, d->bytes + key * d->room + offset, size);
-    return 0;
-}
-
 static tkv_config config(depot *d, int keep_exact) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, 0, CHUNK);
     cfg.hot = pair_of(TKV_F32, TKV_F32);
     cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    cfg.isa = tkv_test_isa();
     cfg.importance_every = 1 << 20; /* what matters is what the test says */
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    memset(d, 0, sizeof *d);
-    cfg.spill.store = depot_store;
-    cfg.spill.fetch = depot_fetch;
-    cfg.spill.user = d;
+    depot_for(d, &cfg);
     cfg.spill.keep_exact = keep_exact;
-    CHECK_EQ(tkv_spill_bytes(&cfg, &d->room), TKV_OK);
-    d->bytes = (uint8_t *)calloc(KEYS, d->room);
-    if (!d->bytes) exit(2);
     return cfg;
 }
 
@@ -80,12 +45,6 @@ static tkv_cache *filled(const tkv_config *cfg, int n) {
     tkv_cache *kv = make(cfg);
     for (; n > 0; n -= CHUNK) append(kv, n < CHUNK ? n : CHUNK);
     return kv;
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    const tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 /* Blocks begin behind the 4 sinks. */
@@ -115,7 +74,7 @@ static tkv_promotion none_yet(void) {
 static void end(tkv_cache *kv, depot *d) {
     sound(kv);
     tkv_destroy(kv);
-    free(d->bytes);
+    depot_end(d);
 }
 
 /* >>from copies: the eight best at a step, never below the threshold */
@@ -215,7 +174,7 @@ TEST(from_outside) {
     CHECK_EQ(p.waiting, 3);
     CHECK_EQ(p.no_source, 1);
     for (i = 0; i < 4; i++) append(kv, 1);
-    d.fails = 5; /* the fourth fetch brought the last piece of the first */
+    d.fetch_fails = 5; /* the fourth fetch brought the last piece of the first */
     d.fetches = 0;
     CHECK_EQ(tkv_promote_by_importance(kv, 0, 0, &p), TKV_ERR_IO);
     CHECK(p.promoted >= 1 && p.promoted < 3);
