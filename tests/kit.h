@@ -111,16 +111,16 @@ static inline tkv_allocator purse_of(purse *p) {
 }
 
 /* >>memory of the caller's, with borders that nobody may touch */
-typedef struct place {
+typedef struct site {
     uint8_t *raw, *mem;
     size_t bytes, size;
-} place;
+} site;
 
 enum { BORDER = 4096 };
 
 /* `offset` bytes behind a multiple of 64, filled with `poison`. */
-static inline place place_of(size_t bytes, size_t offset, int poison) {
-    place p;
+static inline site site_of(size_t bytes, size_t offset, int poison) {
+    site p;
     p.size = bytes + 2 * BORDER + 128;
     p.raw = (uint8_t *)malloc(p.size);
     if (!p.raw) exit(2);
@@ -132,7 +132,7 @@ static inline place place_of(size_t bytes, size_t offset, int poison) {
     return p;
 }
 
-static inline void borders(const place *p) {
+static inline void borders(const site *p) {
     const uint8_t *at;
     int bad = 0;
     for (at = p->raw; at < p->mem; at++) bad += *at != 0xe7;
@@ -141,12 +141,12 @@ static inline void borders(const place *p) {
 }
 
 /* A cache in as many bytes as it asks for; one less is too few. */
-static inline tkv_cache *make_in(const tkv_config *cfg, place *p, size_t offset) {
+static inline tkv_cache *make_in(const tkv_config *cfg, site *p, size_t offset) {
     tkv_cache *kv = NULL;
     size_t bytes = 0;
     CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
     if (cfg->budget_bytes) CHECK_EQ(bytes, cfg->budget_bytes);
-    *p = place_of(bytes, offset, 0xff);
+    *p = site_of(bytes, offset, 0xff);
     CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
     CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
     if (!kv) exit(2);

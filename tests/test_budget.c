@@ -673,7 +673,7 @@ TEST(in_place_is_filled_to_the_end) {
     size_t off;
     for (off = 0; off < 64; off += 21) {
         tkv_config cfg = small(1100 * 1000 + off * 1000);
-        place p;
+        site p;
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int t;

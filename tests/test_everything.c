@@ -51,7 +51,7 @@ static int vacated[SEQS]; /* blocks were given up: an anchor that is one no more
 static tkv_config cfg;
 static tkv_cache *kv;
 static purse memory;
-static place ground;
+static site ground;
 static depot store;
 static tkv_remat remat;
 static size_t top, image_size;

@@ -736,14 +736,14 @@ TEST(in_place_holds_everything) {
             tkv_config cfg = config_of(&shapes[i]), heap = cfg;
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0, offset = (size_t)((i * 5 + c * 17) % 64);
-            place p;
+            site p;
             tkv_cache *kv = NULL, *other;
             picture a, b;
             tkv_memory_info m;
             heap.allocator = open_book(0xab);
             cfg.allocator = heap.allocator; /* not used */
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = place_of(bytes, offset, 0xff);
+            p = site_of(bytes, offset, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
             CHECK(kv == NULL);
             CHECK_EQ(tkv_init_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
@@ -816,10 +816,10 @@ TEST(in_place_steps_and_reservations) {
             tkv_config cfg = config_of(&shapes[i]);
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0;
-            place p;
+            site p;
             tkv_cache *kv = NULL;
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = place_of(bytes, 1, 0xff);
+            p = site_of(bytes, 1, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             if (!kv) return;
             for (seq = 0; seq < cfg.max_seqs; seq++)
@@ -851,7 +851,7 @@ TEST(in_place_at_any_address) {
     cfg.max_append = 100;
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
     for (offset = 0; offset < 64; offset++) {
-        place p = place_of(bytes, offset, offset % 2 ? 0xff : 0xab);
+        site p = site_of(bytes, offset, offset % 2 ? 0xff : 0xab);
         tkv_cache *kv = NULL;
         CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
         if (!kv) return;
