@@ -1626,6 +1626,21 @@ extern "C" {
 #define TKVI_NOINLINE
 #endif
 
+/* Before what src/cuda runs on a GPU too: functions, larger ones of which one copy is enough, constant tables. nvcc
+ * compiles twice, and its code for the GPU reads none of the host's tables. */
+#ifdef __CUDACC__
+#define TKVI_FN static __host__ __device__
+#define TKVI_STEP static __host__ __device__ __noinline__
+#else
+#define TKVI_FN static
+#define TKVI_STEP static
+#endif
+#ifdef __CUDA_ARCH__
+#define TKVI_CONSTANT static __device__ const
+#else
+#define TKVI_CONSTANT static const
+#endif
+
 /* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_ALIGNED __attribute__((aligned(64)))
@@ -1636,23 +1651,23 @@ extern "C" {
 #endif
 
 /* >>bits */
-static uint32_t tkvi_bits(float x) {
+TKVI_FN uint32_t tkvi_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     return u;
 }
 
-static float tkvi_from_bits(uint32_t u) {
+TKVI_FN float tkvi_from_bits(uint32_t u) {
     float x;
     memcpy(&x, &u, 4);
     return x;
 }
 
-static int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
+TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
 /* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
  * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
-static float tkvi_f32(float x) {
+TKVI_FN float tkvi_f32(float x) {
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 0
     return x;
 #else
@@ -1662,7 +1677,7 @@ static float tkvi_f32(float x) {
 }
 
 /* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
-static double tkvi_f64(double x) {
+TKVI_FN double tkvi_f64(double x) {
 #if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
     return x;
 #else
@@ -1678,27 +1693,27 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
 }
 
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
-static int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
+TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 
-static float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
+TKVI_FN float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 /* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
 static int64_t tkvi_counted(float x, float most) {
     return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
 }
 
-static int tkvi_min(int a, int b) { return a < b ? a : b; }
+TKVI_FN int tkvi_min(int a, int b) { return a < b ? a : b; }
 
-static int tkvi_max(int a, int b) { return a > b ? a : b; }
+TKVI_FN int tkvi_max(int a, int b) { return a > b ? a : b; }
 
 static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 /* >>half floats. Stored little-endian everywhere. */
 #define TKVI_F16_MAX 65504.0f
 
-static uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
+TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
-static void tkvi_store16(uint8_t *p, uint16_t x) {
+TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {
     p[0] = (uint8_t)(x & 0xff);
     p[1] = (uint8_t)(x >> 8);
 }
@@ -1714,7 +1729,7 @@ static void tkvi_store32(uint8_t *p, uint32_t x) {
     p[3] = (uint8_t)(x >> 24);
 }
 
-static float tkvi_f16_to_f32(uint16_t h) {
+TKVI_FN float tkvi_f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7fffu;
     if (em >= 0x7c00u) return tkvi_from_bits(sign | 0x7f800000u | (em & 0x3ffu) << 13);
     if (em >= 0x400u) return tkvi_from_bits(sign | ((em << 13) + 0x38000000u));
@@ -1725,7 +1740,7 @@ static float tkvi_f16_to_f32(uint16_t h) {
 }
 
 /* Round to nearest even; beyond the largest half it saturates, NaN becomes a quiet NaN. */
-static uint16_t tkvi_f32_to_f16(float x) {
+TKVI_FN uint16_t tkvi_f32_to_f16(float x) {
     uint32_t u = tkvi_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (a >= 0x477fe000u) return (uint16_t)(sign | 0x7bffu);
@@ -1739,9 +1754,9 @@ static uint16_t tkvi_f32_to_f16(float x) {
     }
 }
 
-static float tkvi_bf16_to_f32(uint16_t h) { return tkvi_from_bits((uint32_t)h << 16); }
+TKVI_FN float tkvi_bf16_to_f32(uint16_t h) { return tkvi_from_bits((uint32_t)h << 16); }
 
-static uint16_t tkvi_f32_to_bf16(float x) {
+TKVI_FN uint16_t tkvi_f32_to_bf16(float x) {
     uint32_t u = tkvi_bits(x), a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
     if (a >= 0x7f7f8000u) return (uint16_t)((u >> 16 & 0x8000u) | 0x7f7fu); /* saturate, never infinity */
@@ -1749,7 +1764,7 @@ static uint16_t tkvi_f32_to_bf16(float x) {
 }
 
 /* >>the caller's arrays: element number `at`, any alignment */
-static float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
+TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     uint16_t h;
     float x;
     if (type == TKV_TYPE_F32) {
@@ -1785,7 +1800,7 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 #define TKVI_ALIGN 64u
 
-static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
+TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
 /* >>checksums: FNV-1a, 64 bits */
 #define TKVI_FNV1A_START 0xcbf29ce484222325u
@@ -1937,14 +1952,14 @@ static void tkvi_unlock(int *lock) {
 #define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
 #define TKVI_LOG_TOP_ALIKE 8 /* where nothing is known: scales from 2^-8 to 2^8 */
 
-static const uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
-                                               1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
+TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
+                                                1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
 /* 23 mantissa bits from which on the next step is nearer (in the logarithm). */
-static const uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
-                                             2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
-                                             6028216, 6666503, 7333050, 8029107};
+TKVI_CONSTANT uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
+                                              2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
+                                              6028216, 6666503, 7333050, 8029107};
 
-static float tkvi_log_value(int code, int top) {
+TKVI_FN float tkvi_log_value(int code, int top) {
     int i = code - 1;
     if (code == 0) return 0.0f;
     return tkvi_from_bits((uint32_t)(127 + top - 16 + i / 16) << 23 |
@@ -1952,7 +1967,7 @@ static float tkvi_log_value(int code, int top) {
 }
 
 /* The nearest code; what is outside of the window takes its end. 0 only for 0 (and less). */
-static int tkvi_log_code(float s, int top) {
+TKVI_FN int tkvi_log_code(float s, int top) {
     uint32_t bits = tkvi_bits(s), mantissa = bits & 0x7fffffu;
     int octave = (int)(bits >> 23) - 127 - (top - 16), step, code;
     if (!(s > 0.0f)) return 0;
@@ -1988,11 +2003,11 @@ static int tkvi_log_top(float most) {
 
 
 /* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
-static const uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
+TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
     0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
 
 /* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
-static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
+TKVI_FN TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
     int h, i, j;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -2004,39 +2019,39 @@ static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
-static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+TKVI_FN TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
 
-static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
+TKVI_FN TKVI_NOINLINE void tkvi_flip(float *x, int n) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
 }
 
 /* 2^(-k / 2): what makes butterflies over 2^k values orthonormal. */
-static const float tkvi_hadamard_norm[9] = {
+TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
     1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
 
-static void tkvi_window(float *x, int n, int log2n) {
+TKVI_FN void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
     tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
 }
 
-static int tkvi_log2_floor(int n) {
+TKVI_FN int tkvi_log2_floor(int n) {
     int k = 0;
     while (n >> (k + 1)) k++;
     return k;
 }
 
-static void tkvi_rotate(float *x, int dim) {
+TKVI_FN void tkvi_rotate(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     tkvi_flip(x, dim);
     tkvi_window(x, n, k);
     if (n < dim) tkvi_window(x + dim - n, n, k);
 }
 
-static void tkvi_rotate_back(float *x, int dim) {
+TKVI_FN void tkvi_rotate_back(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     if (n < dim) tkvi_window(x + dim - n, n, k);
     tkvi_window(x, n, k);
@@ -2258,8 +2273,8 @@ static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, fl
 #define TKVI_MAX_WIDTH 8 /* widths are 1 2 3 4 5 6 8 */
 
 /* Bytes of the part that is not a 1-bit half, and whether there is such a half, by width. */
-static const uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
-static const uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
+TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
+TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
 /* How many tiles of each width a run of codes has. */
 typedef struct tkvi_runs {
@@ -2272,7 +2287,7 @@ typedef struct tkvi_tile_at {
     int half;            /* number of the next 1-bit half */
 } tkvi_tile_at;
 
-static tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
+TKVI_FN tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
     tkvi_tile_at at;
     int w;
     at.wide = 0;
@@ -2282,7 +2297,7 @@ static tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
     return at;
 }
 
-static void tkvi_next_tile(tkvi_tile_at *at, int width) {
+TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
     at->wide += tkvi_wide_bytes[width];
     at->half += tkvi_has_half[width];
 }
@@ -2293,18 +2308,23 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
 }
 
 /* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
-static uint64_t tkvi_load8(const uint8_t *p) {
+#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+#define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
+#else
+#define TKVI_EIGHT(p) (p)
+#endif
+TKVI_FN uint64_t tkvi_load8(const uint8_t *p) {
     uint64_t x;
-    memcpy(&x, p, 8);
+    memcpy(&x, TKVI_EIGHT(p), 8);
     return x;
 }
 
-static void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8); }
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
 /* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
-static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (v = 0; v < 4 / per || v == 0; v++)
@@ -2316,7 +2336,7 @@ static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int sh
         }
 }
 
-static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
     int per = 8 / bits, p, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
@@ -2327,7 +2347,7 @@ static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int 
 }
 
 /* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
-static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
     int p, j;
     for (j = 0; j < 64; j += 8) {
         uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
@@ -2336,7 +2356,7 @@ static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
     }
 }
 
-static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
     int p, j;
     for (p = 0; p < 4; p++)
         for (j = 0; j < 64; j += 8) {
@@ -2345,7 +2365,7 @@ static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
         }
 }
 
-static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
@@ -2354,7 +2374,7 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
         tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
-static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     memset(code, 0, TKVI_TILE_CODES);
@@ -2455,19 +2475,19 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
 #define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
 
 /* Not inlined: no compiler fuses this product into a sum. */
-static TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
 
 /* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
  * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
-static int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
+TKVI_FN int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
 
-static int tkvi_cut_code(int u, int cut, int by, int top) {
+TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     int twice = u > cut ? (int)((uint32_t)(u - cut) * (uint32_t)by >> 16) : 0;
     return tkvi_min((twice + 1) / 2, top);
 }
 
 /* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
-static float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
+TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }
 
@@ -2479,7 +2499,7 @@ typedef struct tkvi_group { /* of up to 256 values */
 } tkvi_group;
 
 /* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     int i;
     g->n = n;
@@ -2498,7 +2518,7 @@ static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, floa
 }
 
 /* Squared error of the range without `cut` steps at each end, in units that all cuts share. */
-static int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
+TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
     for (i = 0; i < g->n; i++) {
@@ -2510,7 +2530,7 @@ static int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
 }
 
 /* Moves the ends of the range. */
-static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     int64_t least = tkvi_cut_error(g, 0, top);
     int k, best = 0;
     for (k = 1; k < TKVI_FIT_TRIES; k++) {
@@ -2527,8 +2547,8 @@ static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
 
 /* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
  * where fp16 has no such zero to a quarter of the scale. */
-static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                         uint8_t *zero_at) {
+TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;
@@ -2971,7 +2991,7 @@ typedef struct tkvi_columns {
 } tkvi_columns;
 
 /* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
-static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
+TKVI_FN int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
@@ -2995,21 +3015,22 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+TKVI_FN void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
 }
 
-static int tkvi_signed_byte(int b) { return b < 128 ? b : b - 256; }
+TKVI_FN int tkvi_signed_byte(int b) { return b < 128 ? b : b - 256; }
+
+TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int middle) {
+    return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
+}
 
 static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
                               int middle, int n, float *dst) {
     int i;
-    for (i = 0; i < n; i++) {
-        float by = (float)(tkvi_signed_byte(offset[i]) - middle);
-        dst[i] = tkvi_f32(tkvi_f32(scale[i] * unit * by) + mean[i]);
-    }
+    for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
 /* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
@@ -3103,11 +3124,13 @@ typedef struct tkvi_side {
     const struct tkvi_rope *rope;     /* NULL: keys are coded as they come */
 } tkvi_side;
 
-static int tkvi_channel(const tkvi_side *s, int position) { return s->order ? s->order[position] : position; }
+TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
+    return s->order ? s->order[position] : position;
+}
 
 /* Where in `levels` the 16 levels of a width stand. Tiles of pairs have width 3; a slab of 16 channels that found
  * no partner has plain codes, and levels of its own behind those of the pairs. */
-static int tkvi_level_table(const tkvi_side *s, int width, int upper) {
+TKVI_FN int tkvi_level_table(const tkvi_side *s, int width, int upper) {
     return !s->pairs ? 0 : width == 3 ? 16 * upper : 32;
 }
 
@@ -3266,19 +3289,20 @@ TKVI_EXACT_CODEC_(bf16, 2)
 
 
 /* Level of a code; `upper`: of the second channel of a pair. */
-static float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
+TKVI_FN float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
     return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
 }
 
 /* Codes of a side as they come to be packed, and where the code of one value stands. */
 typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
 
-static uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
+TKVI_FN uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
     unsigned p = (unsigned)position; /* divided without a look at the sign */
     return &code[p / 4u][4u * (unsigned)token + p % 4u];
 }
 
-static uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* pairs have one lane for two channels */
+TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
+                             int token) { /* pairs have one lane for two channels */
     unsigned l = (unsigned)lane, t = (unsigned)token;
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
@@ -3294,6 +3318,17 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
+/* The channel at one position of a tile of this width. */
+TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
+                             int n, const float *scale, const float *zero, float *x, size_t stride) {
+    int channel = tkvi_channel(s, position), t;
+    for (t = first; t < first + n && channel < s->dim; t++) {
+        int m = t * s->groups / TKVI_BLOCK * s->pad + position;
+        float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
+        x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+    }
+}
+
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -3310,14 +3345,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
             } else {
                 memset(tile, 0, sizeof tile);
             }
-            for (r = 0; r < 4; r++) {
-                int channel = tkvi_channel(s, position + r);
-                for (t = first; t < first + n && channel < s->dim; t++) {
-                    int m = t * s->groups / TKVI_BLOCK * s->pad + position + r;
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + r])); /* exact */
-                    x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
-                }
-            }
+            for (r = 0; r < 4; r++)
+                tkvi_k_values(s, width, tile, position + r, first, n, scale, zero, x, stride);
         }
     }
     if (s->format->rotated)
@@ -3325,28 +3354,35 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 }
 
 /* >>V */
-static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+
+/* Token t of a slab, of one of its tiles; x: [dim]. */
+TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
+                             const float *scale, const float *zero, float *x) {
+    int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
+    for (c = 0; c < channels; c++) {
+        int m = (slab + c) / s->group * TKVI_BLOCK + t;
+        int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
+        float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
+        x[slab + c] = tkvi_f32(product + zero[m]);
+    }
+}
 
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, t, c, slab = 0;
+    int width, i, t, slab = 0;
     s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
-            int from = i % 4 * 16, channels = tkvi_slab_channels(s, width);
+            int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);
             tkvi_next_tile(&at, width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
-                for (c = 0; c < tkvi_min(channels, s->dim - slab); c++) {
-                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
-                    int code = tile[(t - from) / 4 * 64 + 4 * (c % 16) + t % 4];
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
-                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] = tkvi_f32(product + zero[m]);
-                }
-            if (i % 4 == 3) slab += channels;
+                tkvi_v_values(s, width, tile, slab, t, scale, zero, x + (size_t)(t - first) * stride);
+            if (i % 4 == 3) slab += tkvi_slab_channels(s, width);
         }
     if (s->format->rotated)
         for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
@@ -3388,8 +3424,8 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, cons
 
 
 /* One group whose values stand together, one at least: codes, scale, zero. */
-static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                            uint8_t *zero_at) {
+TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                               uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
@@ -3433,8 +3469,8 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
 }
 
 /* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
-static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                             tkvi_codes code, uint8_t *meta) {
+TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
+                              tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
@@ -3446,8 +3482,8 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
 }
 
 /* Group g of one token of V. */
-static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
-                          uint8_t *meta) {
+TKVI_FN void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
@@ -3746,7 +3782,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, c
 
 
 /* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
-static const uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
+TKVI_CONSTANT uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
 
 /* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
 typedef struct tkvi_a_range {
@@ -3762,7 +3798,7 @@ typedef struct tkvi_a_range {
                 TKVI_A_BY_(6, f), 0                                                                          \
         }                                                                                                    \
     }
-static const tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
+TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(0, 0, 0, 0, 0, 0), TKVI_A_RANGE_(384, 300, 200, 120, 80, 60),
     TKVI_A_RANGE_(768, 600, 400, 260, 160, 120), TKVI_A_RANGE_(1152, 900, 650, 420, 260, 200),
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
@@ -3776,7 +3812,7 @@ static void tkvi_a_layout(tkvi_side *s) {
 }
 
 /* Range and integers of column l. */
-static void tkvi_a_integers(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
@@ -3800,7 +3836,7 @@ static void tkvi_a_integers(tkvi_columns *c, int l) {
 }
 
 /* The best range of column l; its codes. */
-static void tkvi_a_search(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
@@ -3838,13 +3874,13 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
 }
 
 /* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
-static double tkvi_a_mean(const tkvi_columns *c, int l) {
+TKVI_FN double tkvi_a_mean(const tkvi_columns *c, int l) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u[l] + c->n) / (float)(2 * c->n));
     return tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u);
 }
 
 /* The offset that gives codes with this sum that mean. */
-static int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
+TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
     double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
     if (!(scale > 0.0f)) return 0;
     v = tkvi_f64(tkvi_f64(mean / (double)scale) - middle) * (double)tkvi_a_unit[width];
@@ -3852,30 +3888,33 @@ static int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) 
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-static void tkvi_settle_scalar(tkvi_columns *c, int top) {
-    int l, offset;
-    c->far = 0;
-    for (l = 0; l < TKVI_LANES; l++) {
-        double mean = tkvi_a_mean(c, l);
-        float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
-        float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
-        float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
-        if (cov > 0.0f && var > 0.0f) {
-            scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
-            scale = tkvi_f32(scale * c->step[l]);
-        }
-        c->middle[l] = tkvi_f32((float)mean);
-        c->log[l] = (uint8_t)tkvi_log_code(scale, top);
-        offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
-        c->offset[l] = (uint8_t)offset;
-        if (c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0)))
-            c->far |= 1u << l;
+/* Metadata of column l; 1: its mean is too far for them. */
+TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
+    double mean = tkvi_a_mean(c, l);
+    float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
+    float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
+    float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
+    int offset;
+    if (cov > 0.0f && var > 0.0f) {
+        scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+        scale = tkvi_f32(scale * c->step[l]);
     }
+    c->middle[l] = tkvi_f32((float)mean);
+    c->log[l] = (uint8_t)tkvi_log_code(scale, top);
+    offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
+    c->offset[l] = (uint8_t)offset;
+    return c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0));
+}
+
+static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+    int l;
+    c->far = 0;
+    for (l = 0; l < TKVI_LANES; l++) c->far |= (uint32_t)tkvi_a_settle(c, l, top) << l;
 }
 
 /* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
  * reach it. */
-static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
     int width = c->width[l], t, sum = 0, log, offset;
     double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
@@ -3897,6 +3936,13 @@ static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     c->offset[l] = (uint8_t)tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, sum, c->n, width)));
 }
 
+/* Metadata of a position. */
+TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale, uint8_t *offset) {
+    int half = tkvi_f32_to_f16(middle);
+    *scale = (uint8_t)(width ? log : half & 255);
+    *offset = (uint8_t)(width ? by : half >> 8);
+}
+
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
@@ -3904,7 +3950,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, p, first, end = 0, l;
+    int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
@@ -3941,14 +3987,9 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
             help->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
-    for (p = 0; p < end; p++) {
-        scale[p] = log[channel[p]];
-        offset[p] = by[channel[p]];
-    }
-    for (; p < s->pad; p++) {
-        uint16_t half = tkvi_f32_to_f16(middle[channel[p]]);
-        scale[p] = (uint8_t)(half & 255u);
-        offset[p] = (uint8_t)(half >> 8);
+    for (p = 0; p < s->pad; p++) {
+        int from = channel[p];
+        tkvi_a_put(widths[from], log[from], by[from], middle[from], scale + p, offset + p);
     }
 }
 
@@ -4013,14 +4054,14 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
 #define TKVI_R_MOST 2047 /* a token's largest value as an integer */
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
-static const float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
+TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
 
 /* The eight points, 127 being 1.584: first channels, second channels; then a two-bit grid on the same scale, for 16
  * channels that have no partners. */
 #define TKVI_R_UNIT 80.2f
-static const int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
-                                        27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
-                                        -120, -40, 40,  120, 0,   0,   0,    0,    0, 0, 0, 0, 0, 0, 0, 0};
+TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
+                                         27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
+                                         -120, -40, 40,  120, 0,   0,   0,    0,    0, 0, 0, 0, 0, 0, 0, 0};
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
@@ -4041,13 +4082,13 @@ static void tkvi_r_layout(tkvi_side *s) {
 }
 
 /* The largest integer that is not above x, |x| < 2^30. */
-static int tkvi_floor(float x) {
+TKVI_FN int tkvi_floor(float x) {
     int i = (int)x;
     return i - ((float)i > x);
 }
 
 /* Codes of token number t with the integers u, and twice <u, level>. */
-static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
+TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
     float unit = tkvi_f32(1.0f / sigma), fine = tkvi_f32(unit * (16.0f * TKVI_R_UNIT));
     int32_t sum = 0;
     int c, k, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
@@ -4074,49 +4115,55 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, i
     return sum;
 }
 
+/* Codes of token number t with the values x; returns its scale. */
+TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+    float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+    int16_t u[TKV_MAX_HEAD_DIM];
+    int32_t squares = 0, sum;
+    int c;
+    memset(u, 0, sizeof u);
+    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+    tkvi_rotate(y, s->dim);
+    for (c = 0; c < s->dim; c++) {
+        float a = fabsf(y[c]); /* no branch: signs are coins */
+        most = a > most ? a : most;
+    }
+    most = most < 1e30f ? most : 1e30f;
+    by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
+    step = tkvi_f32(most / (float)TKVI_R_MOST);
+    for (c = 0; c < s->dim; c++) {
+        u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
+        squares += u[c] * u[c];
+    }
+    if (squares == 0) squares = 1;
+    sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
+    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
+    return by > 0.0f ? step : 0.0f;
+}
+
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
                                float *scale) {
-    int t, c;
-    for (t = 0; t < n; t++, x += stride) {
-        float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
-        int16_t u[TKV_MAX_HEAD_DIM];
-        int32_t squares = 0, sum;
-        memset(u, 0, sizeof u);
-        for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-        tkvi_rotate(y, s->dim);
-        for (c = 0; c < s->dim; c++) {
-            float a = fabsf(y[c]); /* no branch: signs are coins */
-            most = a > most ? a : most;
-        }
-        most = most < 1e30f ? most : 1e30f;
-        by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
-        step = tkvi_f32(most / (float)TKVI_R_MOST);
-        for (c = 0; c < s->dim; c++) {
-            u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
-            squares += u[c] * u[c];
-        }
-        if (squares == 0) squares = 1;
-        sum =
-            tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
-        step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
-        scale[t] = by > 0.0f ? step : 0.0f;
-    }
+    int t;
+    for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
+}
+
+/* Clears the codes of token t where there is no value; returns its scale as it is stored. */
+TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+    for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
+    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
 }
 
 static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), t, l;
+    int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
     help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* codes where there is no value */
-        for (l = t < n && scale[t] > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
-        if (s->pairs)
-            scale[t] = tkvi_f32(scale[t] * 64.0f); /* levels are small steps: into the same window */
-    }
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
     help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
     tkvi_pack(s, help, code, dst);
 }
@@ -18855,7 +18902,7 @@ static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
     return finite;
 }
 
-static float tkvi_saturate(float x) {
+TKVI_FN float tkvi_saturate(float x) {
     if (tkvi_is_finite(x)) return x;
     if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;

@@ -25,6 +25,21 @@
 #define TKVI_NOINLINE
 #endif
 
+/* Before what src/cuda runs on a GPU too: functions, larger ones of which one copy is enough, constant tables. nvcc
+ * compiles twice, and its code for the GPU reads none of the host's tables. */
+#ifdef __CUDACC__
+#define TKVI_FN static __host__ __device__
+#define TKVI_STEP static __host__ __device__ __noinline__
+#else
+#define TKVI_FN static
+#define TKVI_STEP static
+#endif
+#ifdef __CUDA_ARCH__
+#define TKVI_CONSTANT static __device__ const
+#else
+#define TKVI_CONSTANT static const
+#endif
+
 /* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
 #if defined(__GNUC__) || defined(__clang__)
 #define TKVI_ALIGNED __attribute__((aligned(64)))
@@ -35,23 +50,23 @@
 #endif
 
 /* >>bits */
-static uint32_t tkvi_bits(float x) {
+TKVI_FN uint32_t tkvi_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     return u;
 }
 
-static float tkvi_from_bits(uint32_t u) {
+TKVI_FN float tkvi_from_bits(uint32_t u) {
     float x;
     memcpy(&x, &u, 4);
     return x;
 }
 
-static int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
+TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
 /* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
  * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
-static float tkvi_f32(float x) {
+TKVI_FN float tkvi_f32(float x) {
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 0
     return x;
 #else
@@ -61,7 +76,7 @@ static float tkvi_f32(float x) {
 }
 
 /* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
-static double tkvi_f64(double x) {
+TKVI_FN double tkvi_f64(double x) {
 #if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
     return x;
 #else
@@ -77,27 +92,27 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
 }
 
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
-static int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
+TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 
-static float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
+TKVI_FN float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 /* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
 static int64_t tkvi_counted(float x, float most) {
     return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
 }
 
-static int tkvi_min(int a, int b) { return a < b ? a : b; }
+TKVI_FN int tkvi_min(int a, int b) { return a < b ? a : b; }
 
-static int tkvi_max(int a, int b) { return a > b ? a : b; }
+TKVI_FN int tkvi_max(int a, int b) { return a > b ? a : b; }
 
 static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 /* >>half floats. Stored little-endian everywhere. */
 #define TKVI_F16_MAX 65504.0f
 
-static uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
+TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
-static void tkvi_store16(uint8_t *p, uint16_t x) {
+TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {
     p[0] = (uint8_t)(x & 0xff);
     p[1] = (uint8_t)(x >> 8);
 }
@@ -113,7 +128,7 @@ static void tkvi_store32(uint8_t *p, uint32_t x) {
     p[3] = (uint8_t)(x >> 24);
 }
 
-static float tkvi_f16_to_f32(uint16_t h) {
+TKVI_FN float tkvi_f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7fffu;
     if (em >= 0x7c00u) return tkvi_from_bits(sign | 0x7f800000u | (em & 0x3ffu) << 13);
     if (em >= 0x400u) return tkvi_from_bits(sign | ((em << 13) + 0x38000000u));
@@ -124,7 +139,7 @@ static float tkvi_f16_to_f32(uint16_t h) {
 }
 
 /* Round to nearest even; beyond the largest half it saturates, NaN becomes a quiet NaN. */
-static uint16_t tkvi_f32_to_f16(float x) {
+TKVI_FN uint16_t tkvi_f32_to_f16(float x) {
     uint32_t u = tkvi_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (a >= 0x477fe000u) return (uint16_t)(sign | 0x7bffu);
@@ -138,9 +153,9 @@ static uint16_t tkvi_f32_to_f16(float x) {
     }
 }
 
-static float tkvi_bf16_to_f32(uint16_t h) { return tkvi_from_bits((uint32_t)h << 16); }
+TKVI_FN float tkvi_bf16_to_f32(uint16_t h) { return tkvi_from_bits((uint32_t)h << 16); }
 
-static uint16_t tkvi_f32_to_bf16(float x) {
+TKVI_FN uint16_t tkvi_f32_to_bf16(float x) {
     uint32_t u = tkvi_bits(x), a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
     if (a >= 0x7f7f8000u) return (uint16_t)((u >> 16 & 0x8000u) | 0x7f7fu); /* saturate, never infinity */
@@ -148,7 +163,7 @@ static uint16_t tkvi_f32_to_bf16(float x) {
 }
 
 /* >>the caller's arrays: element number `at`, any alignment */
-static float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
+TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
     uint16_t h;
     float x;
     if (type == TKV_TYPE_F32) {
@@ -184,7 +199,7 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 #define TKVI_ALIGN 64u
 
-static size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
+TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
 /* >>checksums: FNV-1a, 64 bits */
 #define TKVI_FNV1A_START 0xcbf29ce484222325u

@@ -24,19 +24,19 @@
 #define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
 
 /* Not inlined: no compiler fuses this product into a sum. */
-static TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
 
 /* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
  * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
-static int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
+TKVI_FN int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
 
-static int tkvi_cut_code(int u, int cut, int by, int top) {
+TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
     int twice = u > cut ? (int)((uint32_t)(u - cut) * (uint32_t)by >> 16) : 0;
     return tkvi_min((twice + 1) / 2, top);
 }
 
 /* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
-static float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
+TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
     return tkvi_f32((float)(n * products - sum_a * sum_b));
 }
 
@@ -48,7 +48,7 @@ typedef struct tkvi_group { /* of up to 256 values */
 } tkvi_group;
 
 /* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
     int i;
     g->n = n;
@@ -67,7 +67,7 @@ static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, floa
 }
 
 /* Squared error of the range without `cut` steps at each end, in units that all cuts share. */
-static int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
+TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
     for (i = 0; i < g->n; i++) {
@@ -79,7 +79,7 @@ static int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
 }
 
 /* Moves the ends of the range. */
-static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
     int64_t least = tkvi_cut_error(g, 0, top);
     int k, best = 0;
     for (k = 1; k < TKVI_FIT_TRIES; k++) {
@@ -96,8 +96,8 @@ static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
 
 /* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
  * where fp16 has no such zero to a quarter of the scale. */
-static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                         uint8_t *zero_at) {
+TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;

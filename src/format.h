@@ -79,7 +79,7 @@ typedef struct tkvi_columns {
 } tkvi_columns;
 
 /* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
-static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
+TKVI_FN int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
@@ -103,21 +103,22 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+TKVI_FN void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
 }
 
-static int tkvi_signed_byte(int b) { return b < 128 ? b : b - 256; }
+TKVI_FN int tkvi_signed_byte(int b) { return b < 128 ? b : b - 256; }
+
+TKVI_FN float tkvi_zero(int offset, float scale, float mean, float unit, int middle) {
+    return tkvi_f32(tkvi_f32(scale * unit * (float)(tkvi_signed_byte(offset) - middle)) + mean);
+}
 
 static void tkvi_zeros_scalar(const uint8_t *offset, const float *scale, const float *mean, float unit,
                               int middle, int n, float *dst) {
     int i;
-    for (i = 0; i < n; i++) {
-        float by = (float)(tkvi_signed_byte(offset[i]) - middle);
-        dst[i] = tkvi_f32(tkvi_f32(scale[i] * unit * by) + mean[i]);
-    }
+    for (i = 0; i < n; i++) dst[i] = tkvi_zero(offset[i], scale[i], mean[i], unit, middle);
 }
 
 /* One side of a format. `x` is [token][stride] floats; channels beyond side->dim are neither read nor written. */
@@ -211,11 +212,13 @@ typedef struct tkvi_side {
     const struct tkvi_rope *rope;     /* NULL: keys are coded as they come */
 } tkvi_side;
 
-static int tkvi_channel(const tkvi_side *s, int position) { return s->order ? s->order[position] : position; }
+TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
+    return s->order ? s->order[position] : position;
+}
 
 /* Where in `levels` the 16 levels of a width stand. Tiles of pairs have width 3; a slab of 16 channels that found
  * no partner has plain codes, and levels of its own behind those of the pairs. */
-static int tkvi_level_table(const tkvi_side *s, int width, int upper) {
+TKVI_FN int tkvi_level_table(const tkvi_side *s, int width, int upper) {
     return !s->pairs ? 0 : width == 3 ? 16 * upper : 32;
 }
 

@@ -48,7 +48,7 @@
 #include "format_tiles.h"
 
 /* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
-static const uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
+TKVI_CONSTANT uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
 
 /* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
 typedef struct tkvi_a_range {
@@ -64,7 +64,7 @@ typedef struct tkvi_a_range {
                 TKVI_A_BY_(6, f), 0                                                                          \
         }                                                                                                    \
     }
-static const tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
+TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(0, 0, 0, 0, 0, 0), TKVI_A_RANGE_(384, 300, 200, 120, 80, 60),
     TKVI_A_RANGE_(768, 600, 400, 260, 160, 120), TKVI_A_RANGE_(1152, 900, 650, 420, 260, 200),
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
@@ -78,7 +78,7 @@ static void tkvi_a_layout(tkvi_side *s) {
 }
 
 /* Range and integers of column l. */
-static void tkvi_a_integers(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
@@ -102,7 +102,7 @@ static void tkvi_a_integers(tkvi_columns *c, int l) {
 }
 
 /* The best range of column l; its codes. */
-static void tkvi_a_search(tkvi_columns *c, int l) {
+TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
@@ -140,13 +140,13 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
 }
 
 /* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
-static double tkvi_a_mean(const tkvi_columns *c, int l) {
+TKVI_FN double tkvi_a_mean(const tkvi_columns *c, int l) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u[l] + c->n) / (float)(2 * c->n));
     return tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u);
 }
 
 /* The offset that gives codes with this sum that mean. */
-static int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
+TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
     double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
     if (!(scale > 0.0f)) return 0;
     v = tkvi_f64(tkvi_f64(mean / (double)scale) - middle) * (double)tkvi_a_unit[width];
@@ -154,30 +154,33 @@ static int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) 
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-static void tkvi_settle_scalar(tkvi_columns *c, int top) {
-    int l, offset;
-    c->far = 0;
-    for (l = 0; l < TKVI_LANES; l++) {
-        double mean = tkvi_a_mean(c, l);
-        float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
-        float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
-        float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
-        if (cov > 0.0f && var > 0.0f) {
-            scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
-            scale = tkvi_f32(scale * c->step[l]);
-        }
-        c->middle[l] = tkvi_f32((float)mean);
-        c->log[l] = (uint8_t)tkvi_log_code(scale, top);
-        offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
-        c->offset[l] = (uint8_t)offset;
-        if (c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0)))
-            c->far |= 1u << l;
+/* Metadata of column l; 1: its mean is too far for them. */
+TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
+    double mean = tkvi_a_mean(c, l);
+    float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
+    float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
+    float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
+    int offset;
+    if (cov > 0.0f && var > 0.0f) {
+        scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+        scale = tkvi_f32(scale * c->step[l]);
     }
+    c->middle[l] = tkvi_f32((float)mean);
+    c->log[l] = (uint8_t)tkvi_log_code(scale, top);
+    offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
+    c->offset[l] = (uint8_t)offset;
+    return c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0));
+}
+
+static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+    int l;
+    c->far = 0;
+    for (l = 0; l < TKVI_LANES; l++) c->far |= (uint32_t)tkvi_a_settle(c, l, top) << l;
 }
 
 /* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
  * reach it. */
-static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
     int width = c->width[l], t, sum = 0, log, offset;
     double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
@@ -199,6 +202,13 @@ static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
     c->offset[l] = (uint8_t)tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, sum, c->n, width)));
 }
 
+/* Metadata of a position. */
+TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale, uint8_t *offset) {
+    int half = tkvi_f32_to_f16(middle);
+    *scale = (uint8_t)(width ? log : half & 255);
+    *offset = (uint8_t)(width ? by : half >> 8);
+}
+
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
@@ -206,7 +216,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, p, first, end = 0, l;
+    int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
@@ -243,14 +253,9 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
             help->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
-    for (p = 0; p < end; p++) {
-        scale[p] = log[channel[p]];
-        offset[p] = by[channel[p]];
-    }
-    for (; p < s->pad; p++) {
-        uint16_t half = tkvi_f32_to_f16(middle[channel[p]]);
-        scale[p] = (uint8_t)(half & 255u);
-        offset[p] = (uint8_t)(half >> 8);
+    for (p = 0; p < s->pad; p++) {
+        int from = channel[p];
+        tkvi_a_put(widths[from], log[from], by[from], middle[from], scale + p, offset + p);
     }
 }
 

@@ -22,8 +22,8 @@
 #include "format_tiles.h"
 
 /* One group whose values stand together, one at least: codes, scale, zero. */
-static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                            uint8_t *zero_at) {
+TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                               uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
@@ -67,8 +67,8 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
 }
 
 /* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
-static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                             tkvi_codes code, uint8_t *meta) {
+TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
+                              tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
@@ -80,8 +80,8 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
 }
 
 /* Group g of one token of V. */
-static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
-                          uint8_t *meta) {
+TKVI_FN void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,

@@ -39,14 +39,14 @@
 #define TKVI_R_MOST 2047 /* a token's largest value as an integer */
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
-static const float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
+TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
 
 /* The eight points, 127 being 1.584: first channels, second channels; then a two-bit grid on the same scale, for 16
  * channels that have no partners. */
 #define TKVI_R_UNIT 80.2f
-static const int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
-                                        27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
-                                        -120, -40, 40,  120, 0,   0,   0,    0,    0, 0, 0, 0, 0, 0, 0, 0};
+TKVI_CONSTANT int8_t tkvi_r_pairs[48] = {27,   -27, -78, 78,  32,  127, -32,  -127, 0, 0, 0, 0, 0, 0, 0, 0,
+                                         27,   -27, 78,  -78, 127, 32,  -127, -32,  0, 0, 0, 0, 0, 0, 0, 0,
+                                         -120, -40, 40,  120, 0,   0,   0,    0,    0, 0, 0, 0, 0, 0, 0, 0};
 
 static void tkvi_r_layout(tkvi_side *s) {
     int slabs = s->pad / 16;
@@ -67,13 +67,13 @@ static void tkvi_r_layout(tkvi_side *s) {
 }
 
 /* The largest integer that is not above x, |x| < 2^30. */
-static int tkvi_floor(float x) {
+TKVI_FN int tkvi_floor(float x) {
     int i = (int)x;
     return i - ((float)i > x);
 }
 
 /* Codes of token number t with the integers u, and twice <u, level>. */
-static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
+TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
     float unit = tkvi_f32(1.0f / sigma), fine = tkvi_f32(unit * (16.0f * TKVI_R_UNIT));
     int32_t sum = 0;
     int c, k, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
@@ -100,49 +100,55 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, i
     return sum;
 }
 
+/* Codes of token number t with the values x; returns its scale. */
+TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+    float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+    int16_t u[TKV_MAX_HEAD_DIM];
+    int32_t squares = 0, sum;
+    int c;
+    memset(u, 0, sizeof u);
+    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+    tkvi_rotate(y, s->dim);
+    for (c = 0; c < s->dim; c++) {
+        float a = fabsf(y[c]); /* no branch: signs are coins */
+        most = a > most ? a : most;
+    }
+    most = most < 1e30f ? most : 1e30f;
+    by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
+    step = tkvi_f32(most / (float)TKVI_R_MOST);
+    for (c = 0; c < s->dim; c++) {
+        u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
+        squares += u[c] * u[c];
+    }
+    if (squares == 0) squares = 1;
+    sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
+    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
+    return by > 0.0f ? step : 0.0f;
+}
+
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
                                float *scale) {
-    int t, c;
-    for (t = 0; t < n; t++, x += stride) {
-        float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
-        int16_t u[TKV_MAX_HEAD_DIM];
-        int32_t squares = 0, sum;
-        memset(u, 0, sizeof u);
-        for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-        tkvi_rotate(y, s->dim);
-        for (c = 0; c < s->dim; c++) {
-            float a = fabsf(y[c]); /* no branch: signs are coins */
-            most = a > most ? a : most;
-        }
-        most = most < 1e30f ? most : 1e30f;
-        by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
-        step = tkvi_f32(most / (float)TKVI_R_MOST);
-        for (c = 0; c < s->dim; c++) {
-            u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
-            squares += u[c] * u[c];
-        }
-        if (squares == 0) squares = 1;
-        sum =
-            tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
-        step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
-        scale[t] = by > 0.0f ? step : 0.0f;
-    }
+    int t;
+    for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
+}
+
+/* Clears the codes of token t where there is no value; returns its scale as it is stored. */
+TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, float scale) {
+    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
+    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), l;
+    for (l = t < n && scale > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
+    return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
 }
 
 static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int lanes = s->pairs ? s->runs.n[3] * 4 + s->runs.n[2] * 4 : s->pad;
-    int plain = s->pairs && !s->runs.n[2] ? lanes : lanes - (s->pad - s->dim), t, l;
+    int t;
     memset(dst, 0, s->bytes);
     memset(scale, 0, sizeof scale);
     help->tokens(s, x, stride, n, code, scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* codes where there is no value */
-        for (l = t < n && scale[t] > 0.0f ? plain : 0; l < lanes; l++) *tkvi_v_code(code, l, t) = 0;
-        if (s->pairs)
-            scale[t] = tkvi_f32(scale[t] * 64.0f); /* levels are small steps: into the same window */
-    }
+    for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_close(s, t, n, code, scale[t]);
     help->log_codes(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
     tkvi_pack(s, help, code, dst);
 }

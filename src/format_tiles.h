@@ -8,19 +8,20 @@
 #include "format.h"
 
 /* Level of a code; `upper`: of the second channel of a pair. */
-static float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
+TKVI_FN float tkvi_level(const tkvi_side *s, int width, int upper, int code) {
     return (float)(s->levels ? s->levels[tkvi_level_table(s, width, upper) + (code & 15)] : code);
 }
 
 /* Codes of a side as they come to be packed, and where the code of one value stands. */
 typedef uint8_t tkvi_codes[TKV_MAX_HEAD_DIM / 4][TKVI_TILE_CODES];
 
-static uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
+TKVI_FN uint8_t *tkvi_k_code(tkvi_codes code, int position, int token) {
     unsigned p = (unsigned)position; /* divided without a look at the sign */
     return &code[p / 4u][4u * (unsigned)token + p % 4u];
 }
 
-static uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* pairs have one lane for two channels */
+TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
+                             int token) { /* pairs have one lane for two channels */
     unsigned l = (unsigned)lane, t = (unsigned)token;
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
@@ -36,6 +37,17 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
+/* The channel at one position of a tile of this width. */
+TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
+                             int n, const float *scale, const float *zero, float *x, size_t stride) {
+    int channel = tkvi_channel(s, position), t;
+    for (t = first; t < first + n && channel < s->dim; t++) {
+        int m = t * s->groups / TKVI_BLOCK * s->pad + position;
+        float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
+        x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+    }
+}
+
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -52,14 +64,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
             } else {
                 memset(tile, 0, sizeof tile);
             }
-            for (r = 0; r < 4; r++) {
-                int channel = tkvi_channel(s, position + r);
-                for (t = first; t < first + n && channel < s->dim; t++) {
-                    int m = t * s->groups / TKVI_BLOCK * s->pad + position + r;
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + r])); /* exact */
-                    x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
-                }
-            }
+            for (r = 0; r < 4; r++)
+                tkvi_k_values(s, width, tile, position + r, first, n, scale, zero, x, stride);
         }
     }
     if (s->format->rotated)
@@ -67,28 +73,35 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 }
 
 /* >>V */
-static int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
+
+/* Token t of a slab, of one of its tiles; x: [dim]. */
+TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
+                             const float *scale, const float *zero, float *x) {
+    int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
+    for (c = 0; c < channels; c++) {
+        int m = (slab + c) / s->group * TKVI_BLOCK + t;
+        int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
+        float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
+        x[slab + c] = tkvi_f32(product + zero[m]);
+    }
+}
 
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, t, c, slab = 0;
+    int width, i, t, slab = 0;
     s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
-            int from = i % 4 * 16, channels = tkvi_slab_channels(s, width);
+            int from = i % 4 * 16;
             tkvi_unpack_tile(src, &at, width, tile);
             tkvi_next_tile(&at, width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
-                for (c = 0; c < tkvi_min(channels, s->dim - slab); c++) {
-                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
-                    int code = tile[(t - from) / 4 * 64 + 4 * (c % 16) + t % 4];
-                    float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
-                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] = tkvi_f32(product + zero[m]);
-                }
-            if (i % 4 == 3) slab += channels;
+                tkvi_v_values(s, width, tile, slab, t, scale, zero, x + (size_t)(t - first) * stride);
+            if (i % 4 == 3) slab += tkvi_slab_channels(s, width);
         }
     if (s->format->rotated)
         for (t = 0; t < n; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);

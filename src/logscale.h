@@ -19,14 +19,14 @@
 #define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
 #define TKVI_LOG_TOP_ALIKE 8 /* where nothing is known: scales from 2^-8 to 2^8 */
 
-static const uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
-                                               1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
+TKVI_CONSTANT uint16_t tkvi_log_mantissa[16] = {1024, 1069, 1117, 1166, 1218, 1272, 1328, 1387,
+                                                1448, 1512, 1579, 1649, 1722, 1798, 1878, 1961};
 /* 23 mantissa bits from which on the next step is nearer (in the logarithm). */
-static const uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
-                                             2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
-                                             6028216, 6666503, 7333050, 8029107};
+TKVI_CONSTANT uint32_t tkvi_log_border[16] = {183687,  563215,  959546,  1373424, 1805626, 2256963,
+                                              2728283, 3220470, 3734447, 4271181, 4831678, 5416990,
+                                              6028216, 6666503, 7333050, 8029107};
 
-static float tkvi_log_value(int code, int top) {
+TKVI_FN float tkvi_log_value(int code, int top) {
     int i = code - 1;
     if (code == 0) return 0.0f;
     return tkvi_from_bits((uint32_t)(127 + top - 16 + i / 16) << 23 |
@@ -34,7 +34,7 @@ static float tkvi_log_value(int code, int top) {
 }
 
 /* The nearest code; what is outside of the window takes its end. 0 only for 0 (and less). */
-static int tkvi_log_code(float s, int top) {
+TKVI_FN int tkvi_log_code(float s, int top) {
     uint32_t bits = tkvi_bits(s), mantissa = bits & 0x7fffffu;
     int octave = (int)(bits >> 23) - 127 - (top - 16), step, code;
     if (!(s > 0.0f)) return 0;

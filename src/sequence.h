@@ -188,7 +188,7 @@ static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
     return finite;
 }
 
-static float tkvi_saturate(float x) {
+TKVI_FN float tkvi_saturate(float x) {
     if (tkvi_is_finite(x)) return x;
     if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;

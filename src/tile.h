@@ -35,8 +35,8 @@
 #define TKVI_MAX_WIDTH 8 /* widths are 1 2 3 4 5 6 8 */
 
 /* Bytes of the part that is not a 1-bit half, and whether there is such a half, by width. */
-static const uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
-static const uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
+TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
+TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
 
 /* How many tiles of each width a run of codes has. */
 typedef struct tkvi_runs {
@@ -49,7 +49,7 @@ typedef struct tkvi_tile_at {
     int half;            /* number of the next 1-bit half */
 } tkvi_tile_at;
 
-static tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
+TKVI_FN tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
     tkvi_tile_at at;
     int w;
     at.wide = 0;
@@ -59,7 +59,7 @@ static tkvi_tile_at tkvi_tiles(const tkvi_runs *runs) {
     return at;
 }
 
-static void tkvi_next_tile(tkvi_tile_at *at, int width) {
+TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
     at->wide += tkvi_wide_bytes[width];
     at->half += tkvi_has_half[width];
 }
@@ -70,18 +70,23 @@ static size_t tkvi_runs_bytes(const tkvi_runs *runs) {
 }
 
 /* Eight codes at a time: bytes of a word, none of which ever carries into the next. */
-static uint64_t tkvi_load8(const uint8_t *p) {
+#ifdef __CUDA_ARCH__ /* src/cuda has all of them at multiples of 8, and a GPU would take single bytes otherwise */
+#define TKVI_EIGHT(p) __builtin_assume_aligned(p, 8)
+#else
+#define TKVI_EIGHT(p) (p)
+#endif
+TKVI_FN uint64_t tkvi_load8(const uint8_t *p) {
     uint64_t x;
-    memcpy(&x, p, 8);
+    memcpy(&x, TKVI_EIGHT(p), 8);
     return x;
 }
 
-static void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(p, &x, 8); }
+TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8); }
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
 /* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
-static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (v = 0; v < 4 / per || v == 0; v++)
@@ -93,7 +98,7 @@ static void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int sh
         }
 }
 
-static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
     int per = 8 / bits, p, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
@@ -104,7 +109,7 @@ static void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int 
 }
 
 /* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
-static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
     int p, j;
     for (j = 0; j < 64; j += 8) {
         uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
@@ -113,7 +118,7 @@ static void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
     }
 }
 
-static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
     int p, j;
     for (p = 0; p < 4; p++)
         for (j = 0; j < 64; j += 8) {
@@ -122,7 +127,7 @@ static void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
         }
 }
 
-static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     if (low) tkvi_pack_planes(wide, code, low, 0);
@@ -131,7 +136,7 @@ static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, co
         tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
 }
 
-static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
     memset(code, 0, TKVI_TILE_CODES);

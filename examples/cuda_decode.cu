@@ -1,0 +1,150 @@
+/*
+ * cuda_decode.cu - a prompt that the CPU has seen goes to the GPU; both decode on, and agree.
+ *
+ *     nvcc -O3 -arch=native examples/cuda_decode.cu -o cuda_decode && ./cuda_decode
+ *
+ * Keys and values are random here: a model would bring its own. What the GPU has at the end is fetched and compared with
+ * the CPU's cache, byte for byte.
+ */
+#include "../tieredkv_cuda.cu"
+
+#include <stdio.h>
+#include <vector>
+
+enum { LAYERS = 2, HEADS = 8, KV_HEADS = 2, DIM = 128, PROMPT = 900, CHUNK = 150, STEPS = 80 };
+
+/* Gaussian, nearly. */
+static float noise(uint32_t *state) {
+    float sum = -6.0f;
+    for (int i = 0; i < 12; i++) {
+        *state = *state * 1664525u + 1013904223u;
+        sum += (float)(*state >> 8) / 16777216.0f;
+    }
+    return sum;
+}
+
+static void fill(std::vector<float> &x, uint32_t *state) {
+    for (float &y : x) y = noise(state);
+}
+
+#define MUST(call)                                                                                           \
+    do {                                                                                                     \
+        const int status_ = (int)(call);                                                                     \
+        if (status_) {                                                                                       \
+            fprintf(stderr, "%s: %s %s\n", #call, tkvcu_strerror(status_), tkvcu_last_error(cu));            \
+            return 1;                                                                                        \
+        }                                                                                                    \
+    } while (0)
+
+static float *on_device(size_t floats) {
+    void *p = NULL;
+    return cudaMalloc(&p, floats * sizeof(float)) == cudaSuccess ? (float *)p : NULL;
+}
+
+static int send(float *to, const std::vector<float> &x) {
+    return cudaMemcpy(to, x.data(), x.size() * sizeof(float), cudaMemcpyHostToDevice);
+}
+
+/* Bytes of blocks in which the two caches differ. */
+static size_t differ(const tkv_cache *a, const tkv_cache *b) {
+    size_t n = 0;
+    for (int layer = 0; layer < LAYERS; layer++)
+        for (int i = 0; i < tkvi_list_of(a, 0, layer)->n; i++) {
+            const tkvi_block *x = &a->pool.block[tkvi_ids(a, 0, layer)[i]];
+            const tkvi_block *y = &b->pool.block[tkvi_ids(b, 0, layer)[i]];
+            const tkvi_coding *c = &a->tables.coding[x->coding];
+            for (int h = 0; h < KV_HEADS; h++) { /* of what heads have: a block may be a little larger */
+                const tkvi_record *r = &c->record[h];
+                for (size_t k = r->at; k < r->at + r->k.bytes + r->v.bytes; k++)
+                    n += tkvi_block_bytes(&a->pool, x)[k] != tkvi_block_bytes(&b->pool, y)[k];
+            }
+        }
+    return n;
+}
+
+int main(void) {
+    tkv_config cfg = tkv_config_default();
+    tkvcu_desc desc = {&cfg, 1, PROMPT + STEPS, 1};
+    tkv_cache *kv = NULL, *back = NULL;
+    tkvcu *cu = NULL;
+    tkv_memory_info memory;
+    size_t cache_bytes = 0, work_bytes = 0, row = KV_HEADS * DIM, out_row = HEADS * DIM;
+    void *cache = NULL, *work = NULL;
+    char why[160];
+    double error = 0.0, norm = 0.0;
+    uint32_t state = 1, word = 0;
+    int devices = 0;
+
+    cfg.n_layers = LAYERS;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DIM;
+    cfg.allocation_unit = 16; /* bits go to slabs of 16 channels: what the GPU reads */
+    cfg.precise = 1;          /* on the CPU */
+    if (tkvcu_query(&desc, &cache_bytes, &work_bytes, why, sizeof why)) {
+        fprintf(stderr, "%s\n", why);
+        return 1;
+    }
+    printf("%zu bytes for the cache, %zu to work in\n", cache_bytes, work_bytes);
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("There is no GPU here: nothing was decoded.\n");
+        return 1;
+    }
+
+    /* The prompt, on the CPU: it learns there where bits are worth most. */
+    MUST(tkv_create(&cfg, &kv));
+    std::vector<float> k(CHUNK * row), v(CHUNK * row), q(CHUNK * out_row), out(CHUNK * out_row), gpu(out_row);
+    for (int n = 0; n < PROMPT; n += CHUNK)
+        for (int layer = 0; layer < LAYERS; layer++) {
+            fill(k, &state);
+            fill(v, &state);
+            fill(q, &state);
+            MUST(tkv_append(kv, 0, layer, k.data(), v.data(), CHUNK));
+            MUST(tkv_attend(kv, 0, layer, q.data(), CHUNK, out.data()));
+        }
+    MUST(tkv_calibration_freeze(kv));
+
+    /* It goes to the GPU, and both go on. */
+    MUST(cudaMalloc(&cache, cache_bytes));
+    MUST(cudaMalloc(&work, work_bytes));
+    MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
+    MUST(tkvcu_import(cu, 0, kv, 0, NULL));
+    float *d_k = on_device(row), *d_v = on_device(row), *d_q = on_device(out_row),
+          *d_out = on_device(out_row);
+    k.resize(row);
+    v.resize(row);
+    q.resize(out_row);
+    out.resize(out_row);
+    for (int step = 0; step < STEPS; step++)
+        for (int layer = 0; layer < LAYERS; layer++) {
+            fill(k, &state);
+            fill(v, &state);
+            fill(q, &state);
+            MUST(tkv_append(kv, 0, layer, k.data(), v.data(), 1));
+            MUST(tkv_attend(kv, 0, layer, q.data(), 1, out.data()));
+            MUST(send(d_k, k) | send(d_v, v) | send(d_q, q));
+            MUST(tkvcu_append(cu, layer, d_k, d_v, TKV_TYPE_F32, 1, NULL, NULL));
+            MUST(tkvcu_attend(cu, layer, d_q, TKV_TYPE_F32, 1, NULL, d_out, NULL, NULL, NULL));
+            MUST(cudaMemcpy(gpu.data(), d_out, out_row * sizeof(float), cudaMemcpyDeviceToHost));
+            for (size_t i = 0; i < out_row; i++) {
+                error += ((double)gpu[i] - (double)out[i]) * ((double)gpu[i] - (double)out[i]);
+                norm += (double)out[i] * (double)out[i];
+            }
+        }
+    MUST(tkvcu_status(cu, &word, 0, NULL));
+    MUST(cudaDeviceSynchronize());
+    MUST(tkv_create(&cfg, &back));
+    MUST(tkvcu_export(cu, 0, back, 0, NULL));
+    MUST(tkv_memory(back, &memory));
+    printf("%d tokens, %.2f times fewer bytes than FP16; errors on the GPU: %u\n", tkv_seq_len(back, 0),
+           memory.ratio, word);
+    printf("attention differs by %.1e of its size; %zu bytes of the caches differ\n", sqrt(error / norm),
+           differ(kv, back));
+    const int agree = word == 0 && error / norm < 5e-3 * 5e-3 && differ(kv, back) == 0;
+    printf(agree ? "CPU and GPU agree.\n" : "CPU and GPU do not agree.\n");
+    tkvcu_destroy(cu);
+    tkv_destroy(kv);
+    tkv_destroy(back);
+    for (void *p : {cache, work, (void *)d_k, (void *)d_v, (void *)d_q, (void *)d_out}) (void)cudaFree(p);
+    return !agree;
+}

@@ -1,0 +1,239 @@
+/*
+ * append.h - new tokens on the device, and what they push down a tier: the rule of age.h, from the length
+ * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
+ *
+ * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
+ * blocks; the one that is done last (a ticket in the list) writes the new state down.
+ */
+#ifndef TKVCU_APPEND_H
+#define TKVCU_APPEND_H
+
+#include "encode.h"
+
+typedef struct tkvcu_layer { /* on the device, for all sequences */
+    int32_t version;         /* of the table that blocks are coded with */
+    int32_t sinks;           /* tokens; -1: the layer has no blocks */
+} tkvcu_layer;
+
+typedef struct tkvcu_append_call {
+    const void *x[2]; /* k, v */
+    const int32_t *seq_map;
+    const tkvcu_layer *layer;
+    uint32_t *word;
+    int32_t type, n_tokens, max_tokens;
+    int32_t hot, warm; /* tokens of the tiers */
+    int32_t same;      /* 1: archive and warm are coded alike, and blocks move as they are */
+    int32_t fit, saturate;
+} tkvcu_append_call;
+
+#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that are done */
+
+/* >>ageing */
+typedef struct tkvcu_ages {
+    tkvcu_list list; /* as it becomes */
+    int32_t sinks, hot, warm, block;
+    int32_t from, to; /* regions of the block that is due; to < 0: none is any more */
+} tkvcu_ages;
+
+/* Finds the next block that is due, oldest first, and counts it as moved. */
+__host__ __device__ static inline int tkvcu_age_next(tkvcu_ages *a) {
+    tkvcu_list *l = &a->list;
+    for (;; a->block++) {
+        const int end = a->sinks + TKVI_BLOCK * (a->block + 1), is_warm = a->block < l->archive + l->warm;
+        const int age = l->len - end; /* below 0: it is not whole */
+        const int archive = age - a->hot >= a->warm;
+        if (age < a->hot || age < 0) return 0;
+        if (is_warm && !archive) {
+            a->block = l->archive + l->warm - 1; /* the younger warm ones stay as well */
+            continue;
+        }
+        a->from = is_warm ? TKVCU_WARM : TKVCU_HOT;
+        a->to = archive ? TKVCU_ARCHIVE : TKVCU_WARM;
+        if (is_warm) l->warm--;
+        if (archive) l->archive++;
+        else l->warm++;
+        a->block++;
+        return 1;
+    }
+}
+
+__host__ __device__ static inline tkvcu_ages tkvcu_ages_of(const tkvcu_list *l, int sinks, int hot,
+                                                           int warm) {
+    tkvcu_ages a;
+    a.list = *l;
+    a.sinks = sinks;
+    a.hot = hot;
+    a.warm = warm;
+    a.block = l->archive;
+    a.from = a.to = -1;
+    return a;
+}
+
+__host__ __device__ static inline uint8_t *tkvcu_block_at(const tkvcu_view *v, int region, int seq,
+                                                          int block) {
+    return v->bytes[region] + (size_t)seq * v->stride[region] +
+           (size_t)(block % v->ring[region]) * v->block[region];
+}
+
+__device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, int version, int region,
+                                                         int head, int which) {
+    return &v->side[((version * TKVCU_REGIONS + region) * v->n_kv_heads + head) * 2 + which];
+}
+
+/* This CTA's side of a block goes to another region. */
+__device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk *d,
+                                         int seq, const tkvcu_ages *a, int block, int head, int which,
+                                         int to_version) {
+    const int copy = c->same && a->from == TKVCU_WARM;
+    const int version =
+        a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
+    const tkvcu_side *from = tkvcu_side_at(v, version, a->from, head, which);
+    const tkvcu_side *to = tkvcu_side_at(v, copy ? version : to_version, a->to, head, which);
+    const uint8_t *src = tkvcu_block_at(v, a->from, seq, block) + from->at;
+    uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
+    uint32_t i;
+    if (copy) {
+        for (i = 8 * threadIdx.x; i < to->bytes; i += 8 * blockDim.x)
+            tkvi_store8(dst + i, tkvi_load8(src + i));
+        __syncthreads();
+    } else {
+        if (threadIdx.x == 0) {
+            tkvcu_side_open(v, from, which, 0, &d->format[0], &d->side[0]);
+            tkvcu_side_open(v, to, which, c->fit, &d->format[1], &d->side[1]);
+        }
+        __syncthreads();
+        tkvcu_decode(d, from, src);
+        tkvcu_encode(d, to->kind, dst);
+    }
+    if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
+        for (i = to->at + to->bytes + 8 * threadIdx.x; i < v->block[a->to]; i += 8 * blockDim.x)
+            tkvi_store8(whole + i, 0);
+}
+
+/* >>new tokens */
+/* Place of the row of a position, in the side at `s` of its block. */
+__device__ static inline uint8_t *tkvcu_row_at(const tkvcu_view *v, int seq, int position, int head,
+                                               int which, int *row) {
+    const int region = position < v->sinks ? TKVCU_SINKS : TKVCU_HOT;
+    const int behind = position - v->sinks, block = region == TKVCU_SINKS ? 0 : behind / TKVI_BLOCK;
+    *row = region == TKVCU_SINKS ? position : behind % TKVI_BLOCK;
+    return tkvcu_block_at(v, region, seq, block) + tkvcu_side_at(v, 0, region, head, which)->at;
+}
+
+__device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
+                                               int row, int len, int head, int which) {
+    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+    int t, i, place;
+    for (t = 0; t < c->n_tokens; t++) { /* blocks that begin: clean, as the host's */
+        uint8_t *bytes = tkvcu_row_at(v, seq, len + t, head, which, &place);
+        if (place == 0)
+            tkvcu_zero_bytes(
+                bytes, tkvcu_side_at(v, 0, len + t < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bytes);
+    }
+    __syncthreads();
+    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x) {
+        const int position = len + i / dim;
+        uint8_t *bytes = tkvcu_row_at(v, seq, position, head, which, &place);
+        const int bf16 =
+            tkvcu_side_at(v, 0, position < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bf16;
+        const ptrdiff_t at = first + (ptrdiff_t)(i / dim) * stride + i % dim;
+        float x = tkvi_element(c->x[which], (tkv_type)c->type, at);
+        if (c->saturate) x = tkvi_saturate(x);
+        tkvi_store16(bytes + 2 * ((size_t)place * (size_t)dim + (size_t)(i % dim)),
+                     bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x));
+    }
+}
+
+/* Is there a NaN or an infinity among what this CTA stores? */
+__device__ static inline int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row,
+                                            int head, int which) {
+    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+    int i, bad = 0;
+    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x)
+        bad |= !tkvi_is_finite(
+            tkvi_element(c->x[which], (tkv_type)c->type, first + (ptrdiff_t)(i / dim) * stride + i % dim));
+    return __syncthreads_or(bad);
+}
+
+/* The sequence of a row; -1: none. */
+__device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seqs, uint32_t *word) {
+    const int seq = map ? map[row] : row;
+    if (seq < n_seqs) return seq < 0 ? -1 : seq;
+    if (threadIdx.x == 0) atomicOr(word, TKVCU_WORD_SEQUENCE);
+    return -1;
+}
+
+/* What has been done becomes the state. */
+__device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
+                                           int refused) {
+    tkvcu_list *list = &v->list[seq];
+    tkvcu_ages a = tkvcu_ages_of(list, v->sinks, c->hot, c->warm);
+    while (tkvcu_age_next(&a))
+        if (!c->same || a.from != TKVCU_WARM)
+            v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)(a.block - 1)] =
+                (uint8_t)c->layer->version;
+    list->archive = a.list.archive;
+    list->warm = a.list.warm;
+    if (!refused) list->len += c->n_tokens;
+    list->step = 0;
+}
+
+__global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
+    TKVCU_SHARED(tkvcu_desk, d);
+    const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
+    const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
+    tkvcu_list list;
+    tkvcu_ages a;
+    int bad = 0;
+    if (seq < 0) return;
+    list = v.list[seq];
+    if (list.len > c.max_tokens - c.n_tokens) {
+        if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
+        return;
+    }
+    if (!c.saturate) bad = tkvcu_rows_bad(&v, &c, row, head, which);
+    a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
+    while (tkvcu_age_next(&a)) tkvcu_move(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+    if (!bad) tkvcu_store_rows(&v, &c, seq, row, list.len, head, which);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const int done =
+            atomicAdd(&v.list[seq].step, bad ? 1 + TKVCU_TICKET : 1) + (bad ? 1 + TKVCU_TICKET : 1);
+        if (bad) atomicOr(c.word, TKVCU_WORD_NOT_FINITE);
+        if (done % TKVCU_TICKET == (int)gridDim.x) {
+            __threadfence();
+            tkvcu_settle(&v, &c, seq, done / TKVCU_TICKET);
+        }
+    }
+}
+
+/* >>cuts */
+/* A thread for each sequence: all of its layers, or none. */
+__global__ void __launch_bounds__(TKVCU_ENCODERS)
+    tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
+                      const int32_t *lengths, uint32_t *word) {
+    const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    int i, n;
+    if (seq >= n_seqs) return;
+    n = lengths[seq];
+    for (i = 0; i < n_layers && n > 0; i++) {
+        const tkvcu_list *l = &lists[(size_t)i * (size_t)n_seqs + (size_t)seq];
+        const int coded = l->archive + l->warm;
+        if (layer[i].sinks < 0 || n >= l->len || coded == 0) continue;
+        if (n < layer[i].sinks + TKVI_BLOCK * coded) {
+            atomicOr(word, TKVCU_WORD_INEXACT);
+            return;
+        }
+    }
+    for (i = 0; i < n_layers && n >= 0; i++) {
+        tkvcu_list *l = &lists[(size_t)i * (size_t)n_seqs + (size_t)seq];
+        if (layer[i].sinks < 0 || n >= l->len) continue;
+        l->len = n;
+        if (n == 0) l->archive = l->warm = 0;
+    }
+}
+
+#endif /* TKVCU_APPEND_H */

@@ -1,0 +1,243 @@
+/*
+ * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread block per
+ * (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart and turned back once.
+ */
+#ifndef TKVCU_COMBINE_H
+#define TKVCU_COMBINE_H
+
+#include "attend.h"
+
+#define TKVCU_COMBINE_THREADS 128
+
+/* A window of rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
+    const int tid = (int)threadIdx.x;
+    int h;
+    for (h = 1; h < n; h *= 2) {
+        __syncthreads();
+        if (tid < n / 2) {
+            const int i = tid / h * 2 * h + tid % h;
+            const float a = x[i], b = x[i + h];
+            x[i] = a + b;
+            x[i + h] = a - b;
+        }
+    }
+    __syncthreads();
+    if (tid < n) x[tid] *= tkvi_hadamard_norm[log2n];
+    __syncthreads();
+}
+
+__global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
+    tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
+    __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
+    __shared__ float x[TKV_MAX_HEAD_DIM];
+    const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
+    const int head = (int)blockIdx.x % j.view.n_heads, query = (int)blockIdx.x / j.view.n_heads % j.n_queries;
+    const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
+    const int column = query * group + head % group, chunk = column / columns;
+    const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
+    tkvcu_reach reach;
+    int first[TKVCU_PARTS], last[TKVCU_PARTS];
+    float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
+    int e, i, c, part, unit, total;
+    int mine = 0, everyone = 0;
+    for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
+        const int n = heads * tkvcu_units_of(tkvcu_reach_of(j, e));
+        if (e < entry) mine += n;
+        everyone += n;
+    }
+    before[tid] = mine;
+    all[tid] = everyone;
+    __syncthreads();
+    for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
+        if (tid < i) {
+            before[tid] += before[tid + i];
+            all[tid] += all[tid + i];
+        }
+        __syncthreads();
+    }
+    total = all[0];
+    reach = tkvcu_reach_of(j, entry);
+    if (reach.seq < 0) {
+        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
+        return;
+    }
+    unit = before[0] + head / group * tkvcu_units_of(reach);
+    for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
+        first[part] = 1;
+        last[part] = 0;
+        if (reach.units[part] == 0) continue;
+        first[part] = (int)((((int64_t)unit + 1) * j.blocks - 1) / total);
+        unit += reach.units[part];
+        last[part] = (int)(((int64_t)unit * j.blocks - 1) / total);
+    }
+    for (part = 0; part < TKVCU_PARTS; part++)
+        for (c = first[part]; c <= last[part]; c++) {
+            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
+            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
+                                          (size_t)(column % columns)) *
+                                             (size_t)(dim + 2);
+            top = fmaxf(top, p[0]);
+        }
+    if (j.sinks) {
+        sink = j.sinks[head] * 1.44269504f;
+        top = fmaxf(top, sink);
+        l = tkvcu_ex2(sink + TKVCU_LIFT - top); /* as the weights of keys */
+    }
+    sum[0] = sum[1] = 0.0f;
+    for (part = 0; part < TKVCU_PARTS; part++) {
+        const int rotated =
+            part < 2 &&
+            j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
+        for (c = first[part]; c <= last[part]; c++) {
+            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
+            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
+                                          (size_t)(column % columns)) *
+                                             (size_t)(dim + 2);
+            const float by = tkvcu_ex2(p[0] - top);
+            l += p[1] * by;
+            if (tid < dim) sum[rotated] += p[2 + tid] * by;
+        }
+    }
+    if (tid < dim) x[tid] = sum[1];
+    c = 0;
+    while (dim >> (c + 1)) c++;
+    if (1 << c < dim) tkvcu_window(x + dim - (1 << c), 1 << c, c);
+    tkvcu_window(x, 1 << c, c);
+    if (tid < dim) {
+        const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
+        const float out = l > 0.0f ? (sum[0] + y) / l : 0.0f;
+        tkvcu_put_element(j.out, j.type,
+                          (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
+    }
+    if (tid == 0 && j.lse)
+        j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
+            l > 0.0f ? 0.69314718f * (top - TKVCU_LIFT + log2f(l)) : -INFINITY;
+}
+
+/* >>sizes and launch */
+typedef struct tkvcu_attend_call {
+    const void *q;
+    void *out;
+    float *lse;
+    const float *sinks;
+    const int32_t *seq_map;
+    uint32_t *word;
+    int32_t type, n_queries, window;
+    float scale, softcap;
+} tkvcu_attend_call;
+
+#define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
+
+typedef struct tkvcu_split { /* what is the same in all calls */
+    float *partial;
+    int n_seqs, processors;
+    int slot_bytes, meta_bytes,
+        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
+} tkvcu_split;
+
+/* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
+static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
+    return cfg->n_heads / cfg->n_kv_heads * n_queries > 8 ? 2 : 1;
+}
+
+static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
+    const int columns = 8 * tkvcu_n_tiles(cfg, n_queries);
+    return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
+}
+
+/* Bytes that attention of up to so many queries needs. */
+static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
+    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 8 * tkvcu_n_tiles(cfg, max_queries));
+    return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
+}
+
+/* Makes room for these sides too (host memory). */
+static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
+    size_t i;
+    s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
+    s->groups = tkvi_max(s->groups, 1);
+    for (i = 0; i < n; i++) {
+        if (side[i].kind == TKVCU_EXACT) continue;
+        s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
+        if (side[i].kind != TKVCU_KIVI) continue;
+        s->groups = head_dim / 64;
+    }
+    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
+}
+
+typedef void (*tkvcu_attend_function)(tkvcu_job);
+
+/* The kernel for this, and its shared memory. */
+static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
+                                             size_t *shared) {
+    const struct {
+        int head_dim, n_tiles, groups;
+        tkvcu_attend_function kernel;
+        size_t fixed;
+    } row[] = {
+        {64, 1, 1, tkvcu_attend_kernel<64, 1, 1>, sizeof(tkvcu_block<64, 1>)},
+        {64, 2, 1, tkvcu_attend_kernel<64, 2, 1>, sizeof(tkvcu_block<64, 2>)},
+        {128, 1, 1, tkvcu_attend_kernel<128, 1, 1>, sizeof(tkvcu_block<128, 1>)},
+        {128, 1, 2, tkvcu_attend_kernel<128, 1, 2>, sizeof(tkvcu_block<128, 1>)},
+        {128, 2, 1, tkvcu_attend_kernel<128, 2, 1>, sizeof(tkvcu_block<128, 2>)},
+        {128, 2, 2, tkvcu_attend_kernel<128, 2, 2>, sizeof(tkvcu_block<128, 2>)},
+    };
+    size_t i = 0;
+    while (row[i].head_dim != head_dim || row[i].n_tiles != n_tiles || row[i].groups != s->groups) i++;
+    *shared = (row[i].fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
+              (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
+    return row[i].kernel;
+}
+
+static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
+                                    void *work) {
+    int device = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    (void)cfg;
+    (void)max_queries;
+    memset(s, 0, sizeof *s);
+    s->partial = (float *)work;
+    s->n_seqs = n_seqs;
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount, device);
+    return e;
+}
+
+/* Both kernels. Nothing is allocated or waited for. */
+static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
+                                       const tkv_config *cfg, cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
+    size_t shared;
+    const tkvcu_attend_function f = tkvcu_attend_of(s, v->head_dim, nt, &shared);
+    int resident = 1;
+    tkvcu_job j;
+    cudaError_t e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    if (e == cudaSuccess)
+        e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, f, TKVCU_THREADS, shared);
+    if (e != cudaSuccess) return e;
+    memset(&j, 0, sizeof j);
+    j.view = *v;
+    j.q = c->q;
+    j.out = c->out;
+    j.lse = c->lse;
+    j.sinks = c->sinks;
+    j.entries = c->seq_map;
+    j.word = c->word;
+    j.partial = s->partial;
+    j.type = c->type;
+    j.n_entries = s->n_seqs;
+    j.n_queries = c->n_queries;
+    j.window = c->window;
+    j.blocks = tkvi_min(TKVCU_MAX_BLOCKS, s->processors * tkvi_max(1, resident));
+    j.scale = c->scale;
+    j.softcap = c->softcap;
+    j.slot_bytes = s->slot_bytes;
+    j.meta_bytes = s->meta_bytes;
+    TKVCU_LAUNCH(f, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, j);
+    TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
+    return cudaGetLastError();
+}
+
+#endif /* TKVCU_COMBINE_H */

@@ -1,0 +1,449 @@
+/*
+ * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
+ * by.
+ *
+ * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
+ * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
+ * 256 bytes:
+ *
+ *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
+ *            regions [n_seqs][ring] blocks
+ *     work:  what attention keeps between its two kernels (attend.h)
+ */
+#ifndef TKVCU_CREATE_H
+#define TKVCU_CREATE_H
+
+#include "append.h"
+#include "combine.h"
+
+#define TKVCU_ALIGN 256u
+
+struct tkvcu {
+    tkv_cache *host;    /* without tokens */
+    tkvcu_view *view;   /* [n_layers] */
+    uint8_t *used;      /* [n_layers] bits of table versions that blocks may be coded with */
+    uint8_t *appended;  /* [n_layers] 1: a graph may append here again */
+    tkvcu_layer *layer; /* device, [n_layers] */
+    tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
+    uint32_t *word;     /* device */
+    uint8_t *stage;     /* on its way to the device: a layer's sides, order, mean */
+    tkvcu_split split;  /* of the work of attention */
+    int n_seqs, max_tokens, max_queries;
+    char error[160];
+};
+
+/* >>errors */
+static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    if (more) {
+        tkvi_say(&t, " ");
+        tkvi_say_int(&t, number);
+        tkvi_say(&t, more);
+    }
+    return status;
+}
+
+static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    tkvi_say(&t, which);
+    return status;
+}
+
+/* What the runtime said. */
+static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
+    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);
+}
+
+static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError()); }
+
+/* >>what is supported */
+static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_say(&t, why);
+    if (layer >= 0) {
+        tkvi_say(&t, ", layer ");
+        tkvi_say_int(&t, layer);
+    }
+    return TKVCU_ERR_UNSUPPORTED;
+}
+
+/* How a side of this format is read; -1: not here. */
+static int tkvcu_kind(tkv_format f) {
+    if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
+    if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
+    if (f >= TKV_A40 && f <= TKV_A15) return TKVCU_A;
+    return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
+}
+
+static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int exact) {
+    const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
+    if (k < 0 || v < 0) return "a format that is not read here";
+    if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
+        return "warm and archive tier take KIVI, Q8, A and R formats here";
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
+        return "KIVI formats want cfg.group_size = 64";
+    return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
+}
+
+static const char *tkvcu_config_fault(const tkv_config *cfg) {
+    const struct {
+        int wrong;
+        const char *why;
+    } rule[] = {
+        {cfg->head_dim != 64 && cfg->head_dim != 128, "head_dim must be 64 or 128"},
+        {cfg->v_head_dim && cfg->v_head_dim != cfg->head_dim, "v_head_dim must be head_dim"},
+        {cfg->n_kv_heads > 1024, "there are at most 1024 KV heads"},
+        {cfg->max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->n_heads > TKVCU_MAX_GROUP * (cfg->n_kv_heads ? cfg->n_kv_heads : cfg->n_heads),
+         "there are at most 16 query heads on a KV head"},
+        {cfg->budget_bytes != 0 || cfg->n_levels != 0, "a budget or a ladder"},
+        {cfg->evict.kind != TKV_EVICT_NONE || cfg->n_anchors || cfg->importance_every, "eviction or anchors"},
+        {cfg->spill.store != NULL || cfg->remat, "spilling or recomputation"},
+        {cfg->quality_heads != 0, "a quality meter"},
+    };
+    size_t i;
+    for (i = 0; i < sizeof rule / sizeof *rule; i++)
+        if (rule[i].wrong) return rule[i].why;
+    return NULL;
+}
+
+/* >>where things lie */
+typedef struct tkvcu_arena {
+    uintptr_t base; /* 0: only counted */
+    size_t at;
+    int full; /* more than this machine can address */
+} tkvcu_arena;
+
+static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
+    const size_t at = a->at;
+    size_t bytes = 0;
+    if (!tkvi_mul(n, size, &bytes) || !tkvi_add(bytes, TKVCU_ALIGN - 1, &bytes) ||
+        !tkvi_add(at, bytes & ~(size_t)(TKVCU_ALIGN - 1), &a->at))
+        a->full = 1;
+    return (void *)(a->base + at);
+}
+
+/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
+ * */
+static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT, TKV_HOT};
+
+static int tkvcu_key_of(const tkvi_plan *p, int region) {
+    return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
+}
+
+typedef struct tkvcu_plan { /* what a description comes to */
+    tkvi_shape shape;
+    int n_seqs, max_tokens, max_queries;
+    tkvcu_layer *layer;
+    tkvcu_list *lists;
+    uint32_t *word;
+    size_t stage; /* bytes */
+} tkvcu_plan;
+
+static size_t tkvcu_sides(const tkv_config *cfg) {
+    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->n_kv_heads * 2;
+}
+
+static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
+    return (size_t)TKVI_VERSIONS * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+}
+
+/* The view of a layer with blocks of its own, its pieces taken from the arena. */
+static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
+    const tkv_config *cfg = &d->shape.cfg;
+    int64_t most[TKV_TIER_COUNT];
+    int r;
+    memset(v, 0, sizeof *v);
+    tkvi_most_blocks(cfg, p, most);
+    v->n_seqs = d->n_seqs;
+    v->n_heads = cfg->n_heads;
+    v->n_kv_heads = cfg->n_kv_heads;
+    v->head_dim = cfg->head_dim;
+    v->sinks = p->sink;
+    v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
+    v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
+    v->version = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
+    v->side = (const tkvcu_side *)tkvcu_take(a, tkvcu_sides(cfg), sizeof *v->side);
+    v->order = (const uint8_t *)tkvcu_take(a, tkvcu_positions(cfg), 1);
+    v->mean = (const float *)tkvcu_take(a, tkvcu_positions(cfg), sizeof *v->mean);
+    for (r = 0; r < TKVCU_REGIONS; r++) {
+        const size_t block = d->shape.bytes[tkvcu_key_of(p, r)].total;
+        v->ring[r] = r == TKVCU_SINKS ? 1 : (int32_t)tkvi_max(1, (int)most[tkvcu_tier_of[r]]);
+        a->full |= block > 0x7fffffffu;
+        v->block[r] = (uint32_t)block;
+        v->stride[r] = block * (size_t)v->ring[r];
+        v->bytes[r] = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, v->stride[r]);
+    }
+}
+
+/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
+static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, tkvcu_view *view,
+                         char *reason, size_t size) {
+    tkv_config *cfg = &d->shape.cfg;
+    tkv_config mine;
+    const char *why;
+    int i, r, st;
+    if (!desc || !desc->cfg) return TKV_ERR_ARG;
+    mine = *desc->cfg;
+    if (desc->n_seqs) mine.max_seqs = desc->n_seqs;
+    if (desc->max_tokens) mine.max_tokens = desc->max_tokens;
+    mine.isa = TKV_ISA_SCALAR;
+    st = tkvi_validate(&mine, &d->shape, reason, size);
+    if (st) return st;
+    if (mine.max_tokens == 0)
+        return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
+    if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
+        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 8, or 0 for 1");
+    why = tkvcu_config_fault(&mine);
+    if (why) return tkvcu_no(reason, size, why, -1);
+    d->n_seqs = cfg->max_seqs;
+    d->max_tokens = cfg->max_tokens;
+    d->max_queries = desc->max_queries ? desc->max_queries : 1;
+    d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
+    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->n_layers * (size_t)d->n_seqs, sizeof *d->lists);
+    d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
+    for (i = 0; i < cfg->n_layers; i++) {
+        tkvi_plan p;
+        tkvi_rule rule[TKV_MAX_LEVELS];
+        tkvcu_view v;
+        (void)tkvi_plan_of(&d->shape, i, &p, rule);
+        if (p.stored != i) continue;
+        for (r = 0; r < TKVCU_REGIONS; r++) {
+            why = tkvcu_pair_fault(cfg, d->shape.key[tkvcu_key_of(&p, r)].pair, r >= TKVCU_SINKS);
+            if (why) return tkvcu_no(reason, size, why, i);
+        }
+        tkvcu_lay(d, i, &p, a, view ? &view[i] : &v);
+    }
+    if (a->full)
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+    return TKV_OK;
+}
+
+int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size) {
+    tkvcu_plan d;
+    tkvcu_arena a = {0, 0, 0};
+    int st;
+    if (reason && size) *reason = 0;
+    if (!cache_bytes || !work_bytes) return TKV_ERR_ARG;
+    st = tkvcu_plan_of(desc, &d, &a, NULL, reason, size);
+    if (st) return st;
+    *cache_bytes = a.at;
+    *work_bytes = tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
+    return TKV_OK;
+}
+
+/* >>sides */
+static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
+    tkvcu_side d;
+    int w;
+    memset(&d, 0, sizeof d);
+    d.kind = (uint8_t)tkvcu_kind((tkv_format)(s->format - tkvi_formats));
+    d.bf16 = s->format->stored == TKVI_AS_BF16;
+    d.at = (uint32_t)at;
+    d.bytes = (uint32_t)s->bytes;
+    d.code_bytes = (uint32_t)s->code_bytes;
+    d.top = s->top;
+    d.table = s->order ? table : -1;
+    if (d.kind == TKVCU_KIVI) {
+        d.half_bits = (uint8_t)(2 * s->format->bits);
+        d.group = (uint8_t)s->group;
+    }
+    if (d.kind == TKVCU_R) d.half_bits = (uint8_t)s->half_bits;
+    if (d.kind == TKVCU_A) {
+        d.slabs[0] = (uint8_t)(s->pad / 16);
+        for (w = 1; w <= 6; w++) {
+            d.slabs[w] = (uint8_t)(s->runs.n[w] / 4);
+            d.slabs[0] = (uint8_t)(d.slabs[0] - d.slabs[w]);
+        }
+    }
+    return d;
+}
+
+/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
+static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int region, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkv_tier tier = tkvcu_tier_of[region];
+    const int own = region != TKVCU_SINKS && p->now.shared[tier];
+    const tkvi_coding *c =
+        &kv->tables
+             .coding[region == TKVCU_SINKS ? p->sink_coding : p->now.coding[tier] + (own ? version : 0)];
+    return c->record && c->record[0].k.format ? c : NULL;
+}
+
+static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const int region = p->now.shared[TKV_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
+}
+
+/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
+static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
+    const tkv_cache *kv = cu->host;
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvcu_view *v = &cu->view[layer];
+    const size_t heads = (size_t)cfg->n_kv_heads, pad = (size_t)cfg->head_dim, n = tkvcu_positions(cfg);
+    tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
+    float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
+    uint8_t *order = (uint8_t *)(mean + n);
+    tkvcu_layer info;
+    size_t h, at = 0;
+    int version, r, st;
+    memset(cu->stage, 0, tkvcu_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    for (version = 0; version < TKVI_VERSIONS; version++) {
+        for (r = 0; r < TKVCU_REGIONS; r++) {
+            const tkvi_coding *c = tkvcu_coding_of(kv, layer, r, version);
+            for (h = 0; h < heads; h++, at += 2) {
+                const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
+                if (!c) continue;
+                side[at] = tkvcu_side_of(&c->record[h].k, c->record[h].at, table);
+                side[at + 1] = tkvcu_side_of(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
+            }
+        }
+        for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
+            const tkvi_head *head = &tkvi_heads_of(&kv->tables, layer, version)[h];
+            memcpy(order + ((size_t)version * heads + h) * pad, head->order, pad);
+            memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
+        }
+    }
+    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->head_dim);
+    info.version = tkvi_max(0, kv->tables.current[layer]);
+    info.sinks = v->sinks;
+    st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
+                                           cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
+                                               cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+}
+
+/* Until better is known: all heads and channels alike. */
+static int tkvcu_equal_tables(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const size_t pad = (size_t)cfg->head_dim;
+    tkvi_version *to = &kv->tables.version[0];
+    size_t h, c;
+    int layer;
+    if (!kv->tables.any_shared) return 1;
+    if (!tkvi_version_ready(kv, 0)) return 0;
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        if (!kv->tables.plan[layer].allocates) continue;
+        for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
+            const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            for (c = 0; c < pad; c++) {
+                to->importance[at * pad + c] = 1;
+                to->channel[at * pad + c] = (uint8_t)c;
+            }
+        }
+        tkvi_table_use(kv, layer, 0);
+        tkvi_learned(kv, layer, 0);
+    }
+    return 1;
+}
+
+/* >>life */
+void tkvcu_destroy(tkvcu *cu) {
+    if (!cu) return;
+    tkv_destroy(cu->host);
+    free(cu);
+}
+
+/* The handle, in one piece. */
+static tkvcu *tkvcu_new(const tkvcu_plan *d) {
+    const size_t layers = (size_t)d->shape.cfg.n_layers;
+    const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
+    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
+    tkvcu *cu = (tkvcu *)(void *)mem;
+    if (!mem) return NULL;
+    memset(mem, 0, head + views + tkvi_align_up(d->stage) + 2 * layers);
+    cu->view = (tkvcu_view *)(void *)(mem + head);
+    cu->stage = mem + head + views;
+    cu->used = cu->stage + tkvi_align_up(d->stage);
+    cu->appended = cu->used + layers;
+    cu->n_seqs = d->n_seqs;
+    cu->max_tokens = d->max_tokens;
+    cu->max_queries = d->max_queries;
+    cu->word = d->word;
+    cu->layer = d->layer;
+    cu->lists = d->lists;
+    return cu;
+}
+
+/* Everything that kernels read before they have written it. */
+static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
+    const int layers = cu->host->tables.cfg.n_layers;
+    int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu,
+            cudaMemsetAsync(cu->lists, 0, (size_t)layers * (size_t)cu->n_seqs * sizeof *cu->lists, stream));
+    for (i = 0; i < layers && !st; i++) {
+        const tkvcu_view *v = &cu->view[i];
+        const size_t seqs = (size_t)cu->n_seqs;
+        if (cu->host->tables.plan[i].stored != i) continue;
+        st = tkvcu_checked(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
+        for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
+            st = tkvcu_checked(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
+        if (!st) st = tkvcu_send(cu, i, stream);
+    }
+    return st;
+}
+
+int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
+                 tkvcu_stream stream, tkvcu **out) {
+    tkvcu_plan d;
+    tkvcu_arena a = {0, 0, 0};
+    tkv_config cfg;
+    tkvcu *cu;
+    int st;
+    if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
+        return TKV_ERR_ARG;
+    a.base = (uintptr_t)d_cache;
+    st = tkvcu_plan_of(desc, &d, &a, NULL, NULL, 0);
+    if (st) return st;
+    if (cache_bytes < a.at || work_bytes < tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
+        return TKV_ERR_CAPACITY;
+    cu = tkvcu_new(&d);
+    if (!cu) return TKV_ERR_NOMEM;
+    a.at = 0;
+    (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
+    cfg = *desc->cfg;
+    cfg.max_seqs = 1;
+    cfg.max_tokens = d.max_tokens;
+    cfg.isa = TKV_ISA_SCALAR;
+    cfg.on_event = NULL;
+    cfg.parallel_for = NULL;
+    st = tkv_create(&cfg, &cu->host);
+    if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
+    if (!st)
+        st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
+    if (!st)
+        st = tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    (int)tkvcu_desk_bytes(cfg.head_dim)));
+    if (!st) st = tkvcu_clear(cu, stream);
+    if (st) tkvcu_destroy(cu);
+    else *out = cu;
+    return st;
+}
+
+/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
+static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
+    const tkvi_tables *t = &cu->host->tables;
+    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored < 0) return NULL;
+    return &cu->view[t->plan[layer].stored];
+}
+
+#endif /* TKVCU_CREATE_H */

@@ -1,0 +1,387 @@
+/*
+ * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
+ * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
+ * memory is at both ends.
+ */
+#ifndef TKVCU_TRANSFER_H
+#define TKVCU_TRANSFER_H
+
+#include "create.h"
+
+/* >>are they of one kind? */
+static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *b, int layer) {
+    const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
+    int r;
+    if (p->stored != q->stored) return "cfg.layers";
+    if (p->stored != layer) return NULL;
+    if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
+        return "the tiers' lengths";
+    for (r = 0; r < TKVCU_REGIONS; r++) {
+        const tkvi_coding *c = &a->coding[tkvcu_key_of(p, r)], *d = &b->coding[tkvcu_key_of(q, r)];
+        if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
+            c->bytes.total != d->bytes.total)
+            return "the formats";
+    }
+    return NULL;
+}
+
+static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
+    const tkvi_tables *a, *b;
+    const char *what = NULL;
+    int i;
+    if (!kv) return tkvcu_fail(cu, TKV_ERR_ARG, "the cache is missing", 0, NULL);
+    a = &cu->host->tables;
+    b = &kv->tables;
+    if (a->cfg.n_layers != b->cfg.n_layers || a->cfg.n_heads != b->cfg.n_heads ||
+        a->cfg.n_kv_heads != b->cfg.n_kv_heads || a->cfg.head_dim != b->cfg.head_dim ||
+        a->cfg.v_head_dim != b->cfg.v_head_dim)
+        return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache is of another model", 0, NULL);
+    if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
+        what = "group_size or allocation_unit";
+    for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
+    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
+    what = tkvcu_config_fault(&b->cfg);
+    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+                : TKV_OK;
+}
+
+/* >>tables */
+static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
+    const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
+                    *y = tkvi_heads_of(&b->tables, layer, version);
+    const size_t pad = (size_t)a->tables.cfg.head_dim;
+    int h;
+    for (h = 0; h < a->tables.cfg.n_kv_heads; h++, x++, y++)
+        if (x->reach != y->reach || x->k_weight != y->k_weight || x->k_top != y->k_top ||
+            x->v_top != y->v_top || memcmp(x->importance, y->importance, pad) != 0 ||
+            memcmp(x->order, y->order, pad) != 0 || memcmp(x->mean, y->mean, pad * sizeof(float)) != 0)
+            return 0;
+    return 1;
+}
+
+/* A version of a layer's table as the other cache has it; it becomes the current one. */
+static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
+    const size_t pad = (size_t)to->tables.cfg.head_dim, heads = (size_t)to->tables.cfg.n_kv_heads;
+    const size_t at = (size_t)layer * heads * pad;
+    const tkvi_version *x = &from->tables.version[version];
+    tkvi_version *y = &to->tables.version[version];
+    size_t h;
+    for (h = (size_t)layer * heads; h < (size_t)(layer + 1) * heads; h++) {
+        y->head[h].reach = x->head[h].reach;
+        y->head[h].k_weight = x->head[h].k_weight;
+        y->head[h].k_top = x->head[h].k_top;
+        y->head[h].v_top = x->head[h].v_top;
+    }
+    memcpy(y->importance + at, x->importance + at, heads * pad);
+    memcpy(y->channel + at, x->channel + at, heads * pad);
+    memcpy(y->mean + at, x->mean + at, heads * pad * sizeof(float));
+    tkvi_table_use(to, layer, version);
+}
+
+/* Does the layer take over tables? */
+static int tkvcu_learned(const tkv_cache *kv, int layer) {
+    return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
+           kv->tables.current[layer] >= 0;
+}
+
+/* Room for these tables, and nobody who needs others. */
+static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
+    int layer, v;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
+            if (!tkvcu_has_table(kv, layer, v)) continue;
+            if (!tkvi_version_ready(cu->host, v))
+                return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
+            if ((cu->used[layer] >> v & 1) && !tkvcu_same_table(cu->host, kv, layer, v))
+                return tkvcu_fail(cu, TKV_ERR_STATE, "blocks here may be coded with another table of layer",
+                                  layer, "; take over tables before the first append");
+        }
+    return TKV_OK;
+}
+
+static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
+    int layer, v, st = TKV_OK;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+        int changed = 0;
+        if (!tkvcu_learned(kv, layer)) continue;
+        for (v = 0; v < TKVI_VERSIONS; v++) {
+            if (!tkvcu_has_table(kv, layer, v)) continue;
+            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_same_table(cu->host, kv, layer, v)) continue;
+            tkvcu_copy_table(cu->host, kv, layer, v);
+            changed = 1;
+        }
+        changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
+        cu->host->tables.current[layer] = kv->tables.current[layer];
+        if (cu->appended[layer]) cu->used[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        if (changed) st = tkvcu_send(cu, layer, stream);
+    }
+    return st;
+}
+
+int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
+    int st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_tables_fit(cu, kv);
+    return st ? st : tkvcu_tables_take(cu, kv, stream);
+}
+
+/* >>sequences */
+static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
+    if (seq < 0 || seq >= cu->n_seqs)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
+    if (host_seq < 0 || host_seq >= kv->tables.cfg.max_seqs)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", host_seq, " in the cache");
+    if (kv->seq[host_seq].in_step)
+        return tkvcu_fail(cu, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+/* Where block i of a host's list lies: its region, and its number behind the sinks. */
+static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
+    *block = i - list->sinks;
+    if (*block < 0) *block = 0;
+    if (i < list->sinks) return TKVCU_SINKS;
+    if (*block < list->archive) return TKVCU_ARCHIVE;
+    return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
+}
+
+/* What of a layer cannot be here, or NULL. */
+static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    int i, block;
+    if (list->dropped) return "blocks were dropped behind a window";
+    if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
+        return "a flush made a block short";
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const int region = tkvcu_region_of(list, i, &block);
+        if (tkvi_spilled(b)) return "a block is outside RAM";
+        if (b->gone || b->packed) return "tokens were dropped";
+        if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
+            return "a flush made a block short";
+        if (kv->tables.coding[b->coding].key != tkvcu_key_of(p, region)) return "a block has another format";
+        if (block >= cu->view[layer].max_blocks) return "it is too long";
+    }
+    return NULL;
+}
+
+/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
+static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int layer) {
+    const int32_t *ring = cu->view[layer].ring;
+    if (list->len > cu->max_tokens) return "it is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->warm > ring[TKVCU_WARM]) return "too many blocks wait in the warm tier: append to it first";
+    if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
+        return "too many blocks wait in the hot tier: append to it first";
+    return NULL;
+}
+
+/* A layer of the sequence goes to the device: blocks, then versions and state. */
+static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
+                              uint8_t *version, cudaStream_t stream) {
+    const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, host_seq, layer);
+    const tkvcu_view *v = &cu->view[layer];
+    tkvcu_list state;
+    int i, block, st = TKV_OK;
+    memset(version, 0, (size_t)v->max_blocks);
+    for (i = 0; i < list->n && !st; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const int region = tkvcu_region_of(list, i, &block);
+        if (b->coding >= kv->tables.n_keys) {
+            version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
+            cu->used[layer] |= (uint8_t)(1u << version[block]);
+        }
+        st = tkvcu_checked(cu, cudaMemcpyAsync(tkvcu_block_at(v, region, seq, block),
+                                               tkvi_block_bytes(&kv->pool, b), v->block[region],
+                                               cudaMemcpyHostToDevice, stream));
+    }
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
+                                               (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
+    state.len = list->len;
+    state.archive = list->archive;
+    state.warm = list->warm;
+    state.step = 0;
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+}
+
+/* The most blocks of a layer. */
+static int tkvcu_most_blocks(const tkvcu *cu) {
+    int i, most = 1;
+    for (i = 0; i < cu->host->tables.cfg.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
+    return most;
+}
+
+int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    uint8_t *version;
+    int layer, st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    if (!st) st = tkvcu_tables_fit(cu, kv);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+        const char *why;
+        if (kv->tables.plan[layer].stored != layer) continue;
+        why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
+        if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
+        why = tkvcu_list_fault(cu, kv, host_seq, layer);
+        if (why) return tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, why, 0, NULL);
+    }
+    if (st) return st;
+    version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
+    if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
+    st = tkvcu_tables_take(cu, kv, stream);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        if (kv->tables.plan[layer].stored == layer)
+            st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
+    free(version);
+    return st;
+}
+
+/* >>the way back */
+typedef struct tkvcu_taken { /* of a sequence, read from the device */
+    tkvcu_list *list;        /* [n_layers] */
+    uint8_t *version;        /* [n_layers][most blocks] */
+    int most;
+} tkvcu_taken;
+
+static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
+    int layer, st = TKV_OK;
+    for (layer = 0; layer < cu->host->tables.cfg.n_layers && !st; layer++) {
+        const tkvcu_view *v = &cu->view[layer];
+        if (cu->host->tables.plan[layer].stored != layer) continue;
+        st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
+                                               cudaMemcpyDeviceToHost, stream));
+        if (!st)
+            st = tkvcu_checked(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->most,
+                                                   v->version + (size_t)seq * (size_t)v->max_blocks,
+                                                   (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
+    }
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+}
+
+/* The list as it will be on the host; ids follow. */
+static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
+    tkvi_list list;
+    const int behind = l->len - p->sink;
+    memset(&list, 0, sizeof list);
+    list.sinks = l->len > 0 && p->sink > 0;
+    list.n = list.sinks + (behind > 0 ? (behind + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+    list.archive = l->archive;
+    list.warm = l->warm;
+    list.len = list.chunk = list.chunk_was = l->len;
+    return list;
+}
+
+/* The host's coding of a block. */
+static int tkvcu_host_coding(const tkv_cache *kv, int layer, int region, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkv_tier tier = tkvcu_tier_of[region];
+    if (region == TKVCU_SINKS) return p->sink_coding;
+    return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
+}
+
+/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
+ * place? */
+static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_taken *t) {
+    const uint8_t *version = t->version + (size_t)layer * (size_t)t->most;
+    int i;
+    for (i = 0; i < t->list[layer].archive + t->list[layer].warm; i++)
+        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_same_table(cu->host, kv, layer, version[i]))
+            return 1;
+    return 0;
+}
+
+/* Memory for tables and blocks of the sequence, or nothing has changed. */
+static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int layer, i, block, v, want = 1;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
+        if (p->stored != layer) continue;
+        if (list.len > kv->tables.cfg.max_tokens)
+            return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
+                              kv->tables.cfg.max_tokens, " tokens");
+        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
+            return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
+        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
+            if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
+                return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
+        for (i = 0; i < list.n; i++) {
+            const int region = tkvcu_region_of(&list, i, &block);
+            tkvi_peak_take(&paper, tkvcu_host_coding(kv, layer, region, 0));
+        }
+        want = tkvi_max(want, list.n + 1);
+    }
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &paper))
+        return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
+                          NULL);
+    return TKV_OK;
+}
+
+static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
+                              const tkvcu_taken *t, cudaStream_t stream) {
+    const tkvcu_view *v = &cu->view[layer];
+    const tkvi_list list = tkvcu_host_list(&kv->tables.plan[layer], &t->list[layer]);
+    uint32_t *ids = tkvi_ids(kv, host_seq, layer);
+    int i, block, version, st = TKV_OK;
+    if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
+        for (version = 0; version < TKVI_VERSIONS; version++)
+            if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
+        kv->tables.current[layer] = cu->host->tables.current[layer];
+        tkvi_learned(kv, layer, 0);
+    }
+    for (i = 0; i < list.n; i++) {
+        const int region = tkvcu_region_of(&list, i, &block), first = region == TKVCU_SINKS;
+        const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
+        version = first ? 0 : t->version[(size_t)layer * (size_t)t->most + (size_t)block];
+        ids[i] = tkvi_new_block(&kv->pool, tkvcu_host_coding(kv, layer, region, version), start);
+        if (!st)
+            st = tkvcu_checked(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
+                                                   tkvcu_block_at(v, region, seq, block), v->block[region],
+                                                   cudaMemcpyDeviceToHost, stream));
+    }
+    *tkvi_list_of(kv, host_seq, layer) = list;
+    return st;
+}
+
+int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    tkvcu_taken t;
+    size_t layers;
+    int layer, st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, host_seq, layer)->n)
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+    if (st) return st;
+    layers = (size_t)kv->tables.cfg.n_layers;
+    t.most = tkvcu_most_blocks(cu);
+    t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
+    t.version = (uint8_t *)calloc(layers, (size_t)t.most);
+    st = t.list && t.version ? tkvcu_take_state(cu, seq, &t, stream)
+                             : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
+    if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
+    if (!st) {
+        for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
+        if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
+        if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
+        else tkvi_settle(kv, host_seq);
+    }
+    free(t.list);
+    free(t.version);
+    return st;
+}
+
+#endif /* TKVCU_TRANSFER_H */

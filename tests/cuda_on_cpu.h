@@ -1,0 +1,589 @@
+/*
+ * cuda_on_cpu.h - runs the kernels of tieredkv_cuda.cu on a processor: the same source, compiled by a C++ compiler.
+ *
+ *     #include "cuda_on_cpu.h"
+ *     #include "../tieredkv_cuda.cu"        g++ -std=c++17 -O1 test.cpp -lm
+ *
+ * A block's threads are fibers, one block runs after the other. Barriers and warp-wide instructions are meeting
+ * points: a fiber that comes to one lets the next run. So what holds on a GPU is checked here: that all lanes come to
+ * the same meeting points (else it stops and says who waits where), that nothing is read from shared memory before it
+ * was written (it is filled with NaN), that asynchronous copies are waited for (they happen when they are waited for
+ * and not before). Not checked: races between two meeting points, since fibers run in a fixed order; TKVCU_ORDER=1 in
+ * the environment turns the order round. Products of mma are exact and summed up in the order of k, in float.
+ *
+ * Nothing here is fast. It is for tests alone.
+ */
+#ifndef CUDA_ON_CPU_H
+#define CUDA_ON_CPU_H
+
+#define TKVCU_ON_CPU 1
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <vector>
+
+/* >>the language */
+#define __global__ static
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __shared__ static /* blocks run one after the other */
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+/* >>fibers */
+#define CPU_STACK (96 * 1024)
+#define CPU_WARP 32
+
+typedef struct cpu_copy {
+    void *to;
+    const void *from;
+    int group;
+} cpu_copy;
+
+typedef struct cpu_fiber {
+    jmp_buf at;
+    ucontext_t start;
+    char *stack;
+    int begun, done;
+    const char *waits; /* where it waits; NULL: it can run */
+    int block_wide;
+    long met; /* meeting points passed */
+    dim3 thread;
+    std::vector<cpu_copy> copies;
+    int group; /* of asynchronous copies, the one that is open */
+} cpu_fiber;
+
+typedef struct cpu_slot { /* what a lane brings to a meeting point */
+    uint64_t word[8];
+} cpu_slot;
+
+static std::vector<cpu_fiber> cpu_fibers;
+static std::vector<cpu_slot> cpu_slots;
+static int cpu_now = -1;
+static jmp_buf cpu_scheduler;
+static std::function<void()> cpu_body;
+static unsigned char *cpu_shared; /* dynamic shared memory */
+static size_t cpu_shared_bytes;
+static long cpu_collectives; /* warp-wide meeting points of all launches */
+
+static void cpu_stop(const char *what) {
+    size_t i;
+    fprintf(stderr, "cuda_on_cpu: %s, block %u %u\n", what, blockIdx.x, blockIdx.y);
+    for (i = 0; i < cpu_fibers.size(); i++)
+        fprintf(stderr, "  thread %zu: %s\n", i,
+                cpu_fibers[i].done    ? "ended"
+                : cpu_fibers[i].waits ? cpu_fibers[i].waits
+                                      : "runs");
+    abort();
+}
+
+static void cpu_enter(void) {
+    cpu_body();
+    cpu_fibers[(size_t)cpu_now].done = 1;
+    _longjmp(cpu_scheduler, 1);
+}
+
+static int cpu_lane(void) { return cpu_now % CPU_WARP; }
+
+static cpu_slot *cpu_warp(void) { return &cpu_slots[(size_t)(cpu_now / CPU_WARP * CPU_WARP)]; }
+
+static void cpu_meet(const char *where, int block_wide) {
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    f->waits = where;
+    f->block_wide = block_wide;
+    if (!_setjmp(f->at)) _longjmp(cpu_scheduler, 1);
+}
+
+/* Fibers first .. first+n-1 go on if all that live wait at the same kind of place. */
+static int cpu_release(size_t first, size_t n, int block_wide) {
+    const char *where = NULL;
+    size_t i, living = 0;
+    for (i = first; i < first + n; i++) {
+        const cpu_fiber *f = &cpu_fibers[i];
+        if (f->done) continue;
+        living++;
+        if (!f->waits || f->block_wide != block_wide) return 0;
+        if (where && strcmp(where, f->waits)) cpu_stop("threads of a warp are at different instructions");
+        where = f->waits;
+    }
+    for (i = first; i < first + n; i++) {
+        if (cpu_fibers[i].waits) cpu_fibers[i].met++;
+        cpu_fibers[i].waits = NULL;
+    }
+    return living > 0;
+}
+
+static void cpu_run_block(size_t threads) {
+    const char *order = getenv("TKVCU_ORDER");
+    const int back = order && *order == '1';
+    volatile size_t left = threads;
+    size_t i;
+    for (i = 0; i < threads; i++) {
+        cpu_fiber *f = &cpu_fibers[i];
+        f->begun = f->done = 0;
+        f->waits = NULL;
+        f->met = 0;
+        f->copies.clear();
+        f->group = 0;
+        f->thread = dim3((unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
+                         (unsigned)(i / blockDim.x / blockDim.y));
+    }
+    while (left) {
+        volatile int moved = 0;
+        volatile size_t k;
+        for (k = 0; k < threads; k++) {
+            cpu_fiber *f = &cpu_fibers[back ? threads - 1 - k : k];
+            if (f->done || f->waits) continue;
+            moved = 1;
+            cpu_now = (int)(f - &cpu_fibers[0]);
+            threadIdx = f->thread;
+            if (!_setjmp(cpu_scheduler)) {
+                if (f->begun) _longjmp(f->at, 1);
+                f->begun = 1;
+                getcontext(&f->start);
+                f->start.uc_stack.ss_sp = f->stack;
+                f->start.uc_stack.ss_size = CPU_STACK;
+                f->start.uc_link = NULL;
+                makecontext(&f->start, cpu_enter, 0);
+                setcontext(&f->start);
+            }
+            if (cpu_fibers[(size_t)cpu_now].done) left = left - 1;
+        }
+        for (i = 0; i < threads; i += CPU_WARP)
+            moved |= cpu_release(i, threads - i < CPU_WARP ? threads - i : CPU_WARP, 0);
+        moved |= cpu_release(0, threads, 1);
+        if (!moved && left) cpu_stop("threads wait for each other");
+    }
+}
+
+static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function<void()> &body) {
+    const size_t threads = (size_t)block.x * block.y * block.z;
+    size_t i;
+    gridDim = grid;
+    blockDim = block;
+    cpu_body = body;
+    for (i = cpu_fibers.size(); i < threads; i++) {
+        cpu_fiber f;
+        memset(&f.at, 0, sizeof f.at);
+        f.stack = (char *)malloc(CPU_STACK);
+        cpu_fibers.push_back(f);
+    }
+    if (cpu_slots.size() < cpu_fibers.size() + CPU_WARP) cpu_slots.resize(cpu_fibers.size() + CPU_WARP);
+    free(cpu_shared);
+    cpu_shared_bytes = shared;
+    cpu_shared = (unsigned char *)aligned_alloc(128, (shared + 128 + 127) / 128 * 128);
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                blockIdx = dim3(x, y, z);
+                memset(cpu_shared, 0xff, shared + 128);
+                cpu_run_block(threads);
+                for (i = 0; i < 128; i++)
+                    if (cpu_shared[shared + i] != 0xff) cpu_stop("written beyond the shared memory");
+            }
+}
+
+/* Work of a stream: at once, or into the graph that is being captured. */
+static std::vector<std::function<void()>> *cpu_capture;
+
+static void cpu_work(const std::function<void()> &what) {
+    if (cpu_capture) cpu_capture->push_back(what);
+    else what();
+}
+
+template <class... P, class... A>
+static void cpu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args) {
+    cpu_work([=]() { cpu_launch(grid, block, shared, [=]() { kernel(args...); }); });
+}
+
+#define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
+    ((void)(stream), cpu_start((kernel), (grid), (block), (shared), __VA_ARGS__))
+#define TKVCU_SHARED(type, name) type *name = (type *)(void *)cpu_shared
+
+/* >>barriers, votes, shuffles */
+static inline void __syncthreads(void) { cpu_meet("__syncthreads", 1); }
+
+static int cpu_vote; /* of a block */
+static inline int __syncthreads_or(int yes) {
+    cpu_meet("__syncthreads_or", 1); /* all have read the last one */
+    cpu_vote = 0;
+    cpu_meet("__syncthreads_or", 1);
+    cpu_vote |= yes;
+    cpu_meet("__syncthreads_or", 1);
+    return cpu_vote;
+}
+
+static inline void cpu_together(const char *where) {
+    if (cpu_lane() == 0) cpu_collectives++;
+    cpu_meet(where, 0);
+}
+
+static inline void __syncwarp(unsigned = 0xffffffffu) { cpu_together("__syncwarp"); }
+static inline void __threadfence(void) {}
+
+static inline uint32_t cpu_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+static inline float cpu_float(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+template <class T> static T cpu_exchange(const char *where, T x, int from) {
+    T y;
+    memcpy(cpu_warp()[cpu_lane()].word, &x, sizeof x);
+    cpu_together(where);
+    memcpy(&y, cpu_warp()[from].word, sizeof y);
+    cpu_meet(where, 0);
+    return y;
+}
+
+template <class T> static T __shfl_sync(unsigned, T x, int from) {
+    return cpu_exchange("shfl", x, from & 31);
+}
+template <class T> static T __shfl_xor_sync(unsigned, T x, int by) {
+    return cpu_exchange("shfl_xor", x, cpu_lane() ^ by);
+}
+template <class T> static T __shfl_up_sync(unsigned, T x, unsigned by) {
+    const int from = cpu_lane() - (int)by;
+    return cpu_exchange("shfl_up", x, from < 0 ? cpu_lane() : from);
+}
+template <class T> static T __shfl_down_sync(unsigned, T x, unsigned by) {
+    const int from = cpu_lane() + (int)by;
+    return cpu_exchange("shfl_down", x, from > 31 ? cpu_lane() : from);
+}
+
+static inline unsigned __ballot_sync(unsigned, int yes) {
+    unsigned all = 0;
+    memcpy(cpu_warp()[cpu_lane()].word, &yes, sizeof yes);
+    cpu_together("ballot");
+    for (int i = 0; i < CPU_WARP; i++) {
+        int y;
+        memcpy(&y, cpu_warp()[i].word, sizeof y);
+        all |= (unsigned)(y != 0) << i;
+    }
+    cpu_meet("ballot", 0);
+    return all;
+}
+
+static inline int __any_sync(unsigned m, int yes) { return __ballot_sync(m, yes) != 0; }
+static inline int __all_sync(unsigned m, int yes) { return __ballot_sync(m, yes) == 0xffffffffu; }
+
+template <class T> static T atomicAdd(T *p, T x) {
+    T old = *p;
+    *p = old + x;
+    return old;
+}
+template <class T> static T atomicMax(T *p, T x) {
+    T old = *p;
+    *p = old > x ? old : x;
+    return old;
+}
+template <class T> static T atomicOr(T *p, T x) {
+    T old = *p;
+    *p = old | x;
+    return old;
+}
+template <class T> static T atomicCAS(T *p, T was, T x) {
+    T old = *p;
+    if (old == was) *p = x;
+    return old;
+}
+template <class T> static T __ldg(const T *p) { return *p; }
+
+/* >>halves. Bits alone: two in a word, the lower one first. */
+static inline float cpu_half(uint32_t h) {
+    const uint32_t sign = (h & 0x8000u) << 16, em = h & 0x7fffu;
+    if (em >= 0x7c00u) return cpu_float(sign | 0x7f800000u | (em & 0x3ffu) << 13);
+    if (em >= 0x400u) return cpu_float(sign | ((em << 13) + 0x38000000u));
+    return (sign ? -1.0f : 1.0f) * (float)em * 5.9604644775390625e-8f;
+}
+
+static inline uint32_t cpu_to_half(float x) { /* nearest, half to even; too large: infinity */
+    const uint32_t u = cpu_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return sign | 0x7fffu;
+    if (a >= 0x477ff000u) return sign | 0x7c00u;
+    if (a >= 0x38800000u) return sign | ((a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
+    return sign | (uint32_t)lrintf(cpu_float(a) * 16777216.0f);
+}
+
+static inline float cpu_bfloat(uint32_t h) { return cpu_float(h << 16); }
+
+static inline uint32_t cpu_to_bfloat(float x) {
+    const uint32_t u = cpu_bits(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+}
+
+/* >>instructions: what src/cuda/warp.h has in PTX */
+static inline uint32_t tkvcu_f16x2(float lo, float hi) { return cpu_to_half(lo) | cpu_to_half(hi) << 16; }
+static inline uint32_t tkvcu_bf16x2(float lo, float hi) {
+    return cpu_to_bfloat(lo) | cpu_to_bfloat(hi) << 16;
+}
+static inline float tkvcu_f16_lo(uint32_t x) { return cpu_half(x & 0xffffu); }
+static inline float tkvcu_f16_hi(uint32_t x) { return cpu_half(x >> 16); }
+static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); }
+static inline float tkvcu_bf16_hi(uint32_t x) { return cpu_bfloat(x >> 16); }
+
+static inline uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_hi(a) * tkvcu_f16_hi(b));
+}
+static inline uint32_t tkvcu_hadd2(uint32_t a, uint32_t b) {
+    return tkvcu_f16x2(tkvcu_f16_lo(a) + tkvcu_f16_lo(b), tkvcu_f16_hi(a) + tkvcu_f16_hi(b));
+}
+/* One rounding: sums of products of halves are exact in double, near enough. */
+static inline uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
+    double hi = (double)tkvcu_f16_hi(a) * (double)tkvcu_f16_hi(b) + (double)tkvcu_f16_hi(c);
+    return tkvcu_f16x2((float)lo, (float)hi);
+}
+
+static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
+    const uint64_t all = (uint64_t)b << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t s = select >> 4 * i & 15u;
+        uint32_t byte = (uint32_t)(all >> 8 * (s & 7u)) & 0xffu;
+        if (s & 8u) byte = byte & 0x80u ? 0xffu : 0;
+        out |= byte << 8 * i;
+    }
+    return out;
+}
+
+static inline float tkvcu_ex2(float x) { return exp2f(x); }
+static inline float tkvcu_lg2(float x) { return log2f(x); }
+static inline float tkvcu_tanh(float x) { return tanhf(x); }
+
+/* c += a b, a 16 x 16, b 16 x 8: registers as in PTX's mma.m16n8k16. */
+template <class F>
+static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32_t *b, F value) {
+    cpu_slot *w = cpu_warp();
+    const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) w[lane].word[i] = a[i];
+    for (int i = 0; i < 2; i++) w[lane].word[4 + i] = b[i];
+    cpu_together(where);
+    for (int i = 0; i < 4; i++) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        float sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            const cpu_slot *x = &w[row % 8 * 4 + k % 8 / 2], *y = &w[column * 4 + k % 8 / 2];
+            const uint32_t p = (uint32_t)x->word[row / 8 + k / 8 * 2], q = (uint32_t)y->word[4 + k / 8];
+            sum += value(p >> k % 2 * 16 & 0xffffu) * value(q >> k % 2 * 16 & 0xffffu);
+        }
+        c[i] = sum;
+    }
+    cpu_meet(where, 0);
+}
+
+static inline void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma("mma f16", c, a, b, cpu_half);
+}
+static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma("mma bf16", c, a, b, cpu_bfloat);
+}
+
+/* Lane i of 8 j .. 8 j + 7 gives the address of row i % 8 of matrix j, 16 bytes. */
+static inline void cpu_ldmatrix(const char *where, uint32_t r[4], const void *row, int trans) {
+    cpu_slot *w = cpu_warp();
+    const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
+    const uint64_t at = (uint64_t)(uintptr_t)row;
+    if (at % 16) cpu_stop("ldmatrix: not a multiple of 16 bytes");
+    w[lane].word[0] = at;
+    cpu_together(where);
+    for (int m = 0; m < 4; m++) {
+        uint16_t x[2];
+        for (int k = 0; k < 2; k++) {
+            const int i = trans ? 2 * t + k : g, j = trans ? g : 2 * t + k;
+            memcpy(&x[k], (const char *)(uintptr_t)w[8 * m + i].word[0] + 2 * j, 2);
+        }
+        r[m] = (uint32_t)x[0] | (uint32_t)x[1] << 16;
+    }
+    cpu_meet(where, 0);
+}
+
+static inline void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) { cpu_ldmatrix("ldmatrix", r, row, 0); }
+static inline void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
+    cpu_ldmatrix("ldmatrix.trans", r, row, 1);
+}
+
+/* Asynchronous copies of 16 bytes: they happen when they are waited for. */
+static inline void tkvcu_cp_async16(void *shared, const void *global) {
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    cpu_copy c;
+    if ((uintptr_t)shared % 16 || (uintptr_t)global % 16) cpu_stop("cp.async: not a multiple of 16 bytes");
+    c.to = shared;
+    c.from = global;
+    c.group = f->group;
+    f->copies.push_back(c);
+}
+static inline void tkvcu_cp_async_commit(void) { cpu_fibers[(size_t)cpu_now].group++; }
+template <int N> static inline void tkvcu_cp_async_wait(void) {
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    size_t i, kept = 0;
+    for (i = 0; i < f->copies.size(); i++) {
+        const cpu_copy c = f->copies[i];
+        if (c.group < f->group - N) memcpy(c.to, c.from, 16);
+        else f->copies[kept++] = c;
+    }
+    f->copies.resize(kept);
+}
+
+/* >>the runtime: what the host side, examples and tests call */
+typedef int cudaError_t;
+typedef struct CUstream_st *cudaStream_t;
+enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+typedef enum {
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+} cudaMemcpyKind;
+typedef enum { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 } cudaDeviceAttr;
+typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
+
+static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+static inline cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+static inline cudaError_t cudaMalloc(void **p, size_t n) {
+    *p = aligned_alloc(256, (n + 255) / 256 * 256);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t cudaFree(void *p) {
+    free(p);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
+    memcpy(to, from, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemset(void *p, int x, size_t n) {
+    memset(p, x, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
+                                          cudaStream_t) {
+    cpu_work([=]() { memcpy(to, from, n); });
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t from_pitch,
+                                            size_t n, size_t rows, cudaMemcpyKind, cudaStream_t) {
+    cpu_work([=]() {
+        for (size_t i = 0; i < rows; i++)
+            memcpy((char *)to + i * pitch, (const char *)from + i * from_pitch, n);
+    });
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemsetAsync(void *p, int x, size_t n, cudaStream_t) {
+    cpu_work([=]() { memset(p, x, n); });
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamCreate(cudaStream_t *s) {
+    *s = NULL;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceCount(int *n) {
+    *n = 1;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGetDevice(int *d) {
+    *d = 0;
+    return cudaSuccess;
+}
+static int cpu_processors = 3; /* of the device that is played */
+static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, int) {
+    *x = which == cudaDevAttrMultiProcessorCount ? cpu_processors : 9;
+    return cudaSuccess;
+}
+template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
+template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
+    *n = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
+    *left = *all = (size_t)1 << 30;
+    return cudaSuccess;
+}
+typedef struct cudaDeviceProp {
+    char name[256];
+    int multiProcessorCount, l2CacheSize;
+} cudaDeviceProp;
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    snprintf(p->name, sizeof p->name, "a processor that plays a GPU");
+    p->multiProcessorCount = cpu_processors;
+    p->l2CacheSize = 1;
+    return cudaSuccess;
+}
+typedef clock_t *cudaEvent_t;
+static inline cudaError_t cudaEventCreate(cudaEvent_t *e) {
+    *e = new clock_t;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) {
+    delete e;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+    *e = clock();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    *ms = 1e3f * (float)(*to - *from) / (float)CLOCKS_PER_SEC;
+    return cudaSuccess;
+}
+
+/* >>graphs: what was put into a stream, with its arguments as they were */
+typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
+typedef enum { cudaStreamCaptureModeThreadLocal = 1 } cudaStreamCaptureMode;
+
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    cpu_capture = new std::vector<std::function<void()>>;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
+    *g = cpu_capture;
+    cpu_capture = NULL;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) {
+    *e = new std::vector<std::function<void()>>(*g);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
+    for (const auto &what : *e) what();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+    delete g;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    delete e;
+    return cudaSuccess;
+}
+
+#endif /* CUDA_ON_CPU_H */

@@ -1,0 +1,860 @@
+/*
+ * tieredkv_cuda.cu as a whole: sizes, transfer, appending, attention, graphs, cuts, errors. On a processor
+ * (cuda_on_cpu.h), or on a GPU:
+ *
+ *     g++ -std=c++17 -O1 tests/test_cuda_cache.cpp -o test_cuda_cache -lm
+ *     nvcc -O3 -arch=native -x cu tests/test_cuda_cache.cpp -o gpu_check         make gpu-check
+ *
+ * What the device holds is compared byte for byte with a cache of tieredkv.h that was given the same tokens; attention
+ * with its slow definition. All device memory is poisoned first and has borders that must stay as they are.
+ */
+#ifndef __CUDACC__
+#include "cuda_on_cpu.h"
+#endif
+#include "../tieredkv_cuda.cu"
+#include "tkv_test.h"
+
+#include <vector>
+
+/* >>device memory */
+enum { BORDER = 256, POISON = 0xff, FENCE = 0xa5 };
+
+static std::vector<uint8_t> fetch(const void *p, size_t n) {
+    std::vector<uint8_t> x(n);
+    CHECK_EQ(cudaMemcpy(x.data(), p, n, cudaMemcpyDeviceToHost), cudaSuccess);
+    return x;
+}
+
+template <class T> static T fetched(const T *p) {
+    T x;
+    CHECK_EQ(cudaMemcpy(&x, p, sizeof x, cudaMemcpyDeviceToHost), cudaSuccess);
+    return x;
+}
+
+typedef struct arena { /* between two borders */
+    uint8_t *mem;
+    size_t bytes;
+} arena;
+
+static arena arena_of(size_t bytes) {
+    arena a;
+    void *p = NULL;
+    CHECK_EQ(cudaMalloc(&p, bytes + 2 * BORDER), cudaSuccess);
+    CHECK_EQ(cudaMemset(p, FENCE, bytes + 2 * BORDER), cudaSuccess);
+    a.mem = (uint8_t *)p + BORDER;
+    a.bytes = bytes;
+    CHECK_EQ(cudaMemset(a.mem, POISON, bytes), cudaSuccess);
+    return a;
+}
+
+static int arena_close(arena *a) { /* 1: nobody was beyond the borders */
+    std::vector<uint8_t> low, high;
+    size_t i, whole = 0;
+    if (!a->mem) return 1;
+    low = fetch(a->mem - BORDER, BORDER);
+    high = fetch(a->mem + a->bytes, BORDER);
+    for (i = 0; i < BORDER; i++) whole += low[i] == FENCE && high[i] == FENCE;
+    (void)cudaFree(a->mem - BORDER);
+    return whole == BORDER;
+}
+
+static void put(const arena *a, const void *x, size_t n) {
+    CHECK_LE(n, a->bytes);
+    CHECK_EQ(cudaMemcpy(a->mem, x, n, cudaMemcpyHostToDevice), cudaSuccess);
+}
+
+/* >>a cache on both sides */
+typedef struct rig {
+    tkv_config cfg;
+    tkv_cache *kv;
+    tkvcu *cu;
+    arena cache, work, k, v, map; /* k, v: 64 tokens of each sequence */
+    tkv_rng rng;
+    int step; /* tokens of an append at most */
+} rig;
+
+static tkv_config config_of(const char *preset, int head_dim) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = 2;
+    cfg.n_heads = 4;
+    cfg.n_kv_heads = 2;
+    cfg.head_dim = head_dim;
+    cfg.max_seqs = 2;
+    cfg.max_tokens = 700;
+    cfg.max_append = 64;
+    cfg.allocation_unit = 16;
+    if (preset) CHECK_EQ(tkv_config_preset(&cfg, preset), TKV_OK);
+    cfg.warm_tokens = 128;
+    return cfg;
+}
+
+static int rig_open(rig *r, const tkv_config *cfg) {
+    tkvcu_desc desc = {cfg, 0, 0, 8};
+    size_t cache = 0, work = 0, row = (size_t)(cfg->n_kv_heads * cfg->head_dim) * sizeof(float);
+    char why[160];
+    int st;
+    memset(r, 0, sizeof *r);
+    r->cfg = *cfg;
+    r->rng = tkv_rng_seed(7);
+    r->step = 8;
+    st = tkvcu_query(&desc, &cache, &work, why, sizeof why);
+    CHECK_MSG(st == TKV_OK, "%d: %s", st, why);
+    if (st) return 0;
+    r->cache = arena_of(cache);
+    r->work = arena_of(work);
+    r->k = arena_of(row * 64 * (size_t)cfg->max_seqs);
+    r->v = arena_of(row * 64 * (size_t)cfg->max_seqs);
+    r->map = arena_of((size_t)cfg->max_seqs * sizeof(int32_t));
+    CHECK_EQ(tkvcu_create(&desc, r->cache.mem, cache, r->work.mem, work, NULL, &r->cu), TKV_OK);
+    CHECK_EQ(tkv_create(cfg, &r->kv), TKV_OK);
+    return r->cu && r->kv;
+}
+
+/* The bits that the device has set, which are cleared. */
+static uint32_t word_of(const rig *r) {
+    uint32_t word = 99;
+    CHECK_EQ(tkvcu_status(r->cu, &word, 1, NULL), TKV_OK);
+    CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
+    return word;
+}
+
+static void rig_close(rig *r) {
+    if (r->cu) CHECK_EQ(word_of(r), 0);
+    if (r->kv) CHECK_EQ(tkv_check(r->kv, NULL, 0), TKV_OK);
+    CHECK(arena_close(&r->cache) & arena_close(&r->work));
+    CHECK(arena_close(&r->k) & arena_close(&r->v) & arena_close(&r->map));
+    tkvcu_destroy(r->cu);
+    tkv_destroy(r->kv);
+}
+
+static const int32_t *map_of(const rig *r) { return (const int32_t *)(const void *)r->map.mem; }
+
+/* Keys with channels of different sizes and means, some of them flat for a while. */
+static void tokens(rig *r, float *k, float *v, int n) {
+    const int dim = r->cfg.head_dim, heads = r->cfg.n_kv_heads;
+    int t, i;
+    tkv_rng_fill(&r->rng, k, (size_t)(n * heads * dim), 1.0);
+    tkv_rng_fill(&r->rng, v, (size_t)(n * heads * dim), 0.5);
+    for (t = 0; t < n; t++)
+        for (i = 0; i < heads * dim; i++) {
+            k[t * heads * dim + i] *= i % 7 == 3 ? 8.0f : 0.5f + (float)(i % 5);
+            if (i % 11 == 2) k[t * heads * dim + i] += 40.0f;
+            if (i % 29 == 5) k[t * heads * dim + i] = 3.0f;
+        }
+    if (tkv_rng_below(&r->rng, 8) == 0) memset(v, 0, (size_t)dim * sizeof *v); /* a value of zeros */
+}
+
+/* What one sequence holds, on both sides; n: its length. */
+static void same(const rig *r, int host_seq, int seq, int n) {
+    int layer, i, h, which, block;
+    for (layer = 0; layer < r->cfg.n_layers; layer++) {
+        const tkvcu_view *v = &r->cu->view[layer];
+        const tkvi_list *list = tkvi_list_of(r->kv, host_seq, layer);
+        const uint32_t *ids = tkvi_ids(r->kv, host_seq, layer);
+        const tkvcu_list state = fetched(&v->list[seq]);
+        CHECK_EQ(list->len, n);
+        CHECK_EQ(state.len, n);
+        CHECK_EQ(state.archive, list->archive);
+        CHECK_EQ(state.warm, list->warm);
+        CHECK_EQ(state.step, 0);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = &r->kv->pool.block[ids[i]];
+            const int region = tkvcu_region_of(list, i, &block);
+            const uint8_t *x = tkvi_block_bytes(&r->kv->pool, b);
+            const std::vector<uint8_t> y = fetch(tkvcu_block_at(v, region, seq, block), v->block[region]);
+            for (h = 0; h < r->cfg.n_kv_heads; h++)
+                for (which = 0; which < 2; which++) {
+                    const tkvi_record *rec = &r->kv->tables.coding[b->coding].record[h];
+                    const tkvi_side *s = which ? &rec->v : &rec->k;
+                    const size_t at = rec->at + (which ? rec->v_at : 0);
+                    CHECK_MSG(memcmp(x + at, y.data() + at, s->bytes) == 0,
+                              "%s, layer %d, block %d, head %d, %s, length %d", s->format->name, layer, i, h,
+                              which ? "v" : "k", n);
+                }
+        }
+    }
+}
+
+/* The same tokens for both, in chunks of 1 to step, in each layer; compares where blocks have moved. */
+static void grow(rig *r, int seq, int to, int compare) {
+    const size_t row = (size_t)(r->cfg.n_kv_heads * r->cfg.head_dim);
+    std::vector<float> k(row * 64), v(row * 64);
+    std::vector<int32_t> map((size_t)r->cfg.max_seqs, -1);
+    int layer, len = tkv_seq_len(r->kv, seq);
+    map[0] = seq;
+    put(&r->map, map.data(), map.size() * sizeof(int32_t));
+    while (len < to) {
+        const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, r->step));
+        for (layer = 0; layer < r->cfg.n_layers; layer++) {
+            tokens(r, k.data(), v.data(), n);
+            put(&r->k, k.data(), row * (size_t)n * sizeof(float));
+            put(&r->v, v.data(), row * (size_t)n * sizeof(float));
+            CHECK_EQ(tkv_append(r->kv, seq, layer, k.data(), v.data(), n), TKV_OK);
+            CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->v.mem, TKV_TYPE_F32, n, map_of(r), NULL),
+                     TKV_OK);
+        }
+        len += n;
+        if (compare && (len % TKV_BLOCK_TOKENS < n + 8 || len == to)) same(r, seq, seq, len);
+    }
+}
+
+/* >>tests */
+static const char *const presets[] = {"quality", "balanced", "compact", "extreme", "kivi"};
+enum { PRESETS = 5 };
+
+static int skipped(int preset, int dim) { return tkv_test_quick() && (preset + dim / 64) % 2; }
+
+/* The device's tables in the host's cache: those of equal shares, before anything was appended. */
+static int rig_alike(rig *r, const tkv_config *cfg) {
+    if (!rig_open(r, cfg)) return 0;
+    CHECK_EQ(tkvcu_export(r->cu, 0, r->kv, 0, NULL), TKV_OK);
+    return 1;
+}
+
+TEST(append_is_the_hosts) {
+    int i, dim;
+    for (i = 0; i < PRESETS; i++)
+        for (dim = 64; dim <= 128; dim += 64) {
+            if (skipped(i, dim)) continue;
+            tkv_config cfg = config_of(presets[i], dim);
+            rig r;
+
+            if (rig_alike(&r, &cfg)) {
+                grow(&r, 0, 470, 1);
+                grow(&r, 1, 200, 1); /* another sequence, of another length */
+                same(&r, 0, 0, 470);
+                CHECK(tkvi_list_of(r.kv, 0, 0)->archive > 0 && tkvi_list_of(r.kv, 0, 0)->warm == 2);
+            }
+            rig_close(&r);
+        }
+}
+
+/* Learned tables, a prompt in large chunks, layers that share and that have none. */
+TEST(import_and_export) {
+    int i, dim;
+    for (i = 0; i < PRESETS; i++)
+        for (dim = 64; dim <= 128; dim += 64) {
+            if (skipped(i, dim)) continue;
+            tkv_config cfg = config_of(presets[i], dim);
+            std::vector<float> k((size_t)(128 * dim)), q((size_t)(4 * dim)), out(q.size());
+            tkv_layer_config layers[4];
+            tkv_cache *back = NULL;
+            rig r;
+            int n, layer;
+            memset(layers, 0, sizeof layers);
+            layers[1].share_kv = 1;
+            layers[2].no_cache = 1;
+            layers[3].sink_tokens = TKV_NONE;
+            cfg.n_layers = 4;
+            cfg.layers = layers;
+            if (rig_open(&r, &cfg)) {
+                for (n = 0; n < 640; n += 64)
+                    for (layer = 0; layer < 4; layer += 3) {
+                        tokens(&r, k.data(), k.data(), 64);
+                        CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 64), TKV_OK);
+                        tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
+                        CHECK_EQ(tkv_attend(r.kv, 0, layer, q.data(), 1, out.data()), TKV_OK);
+                    }
+                CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK); /* no second table on the host */
+                CHECK_EQ(tkvcu_import(r.cu, 1, r.kv, 0, NULL), TKV_OK);
+                for (layer = 0; layer < 4; layer += 3) CHECK_EQ(fetched(&r.cu->view[layer].list[1]).len, 640);
+                CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
+                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_OK);
+                CHECK_EQ(tkv_check(back, NULL, 0), TKV_OK);
+                for (layer = 0; layer < 4; layer += 3) {
+                    const tkvi_list *a = tkvi_list_of(r.kv, 0, layer), *b = tkvi_list_of(back, 1, layer);
+                    CHECK_EQ(a->len, b->len);
+                    CHECK(a->n == b->n && a->sinks == b->sinks && a->archive == b->archive &&
+                          a->warm == b->warm);
+                    for (n = 0; n < a->n; n++) {
+                        const tkvi_block *x = &r.kv->pool.block[tkvi_ids(r.kv, 0, layer)[n]];
+                        const tkvi_block *y = &back->pool.block[tkvi_ids(back, 1, layer)[n]];
+                        CHECK_EQ(x->coding, y->coding);
+                        CHECK_EQ(x->start, y->start);
+                        CHECK_MEM(tkvi_block_bytes(&r.kv->pool, x), tkvi_block_bytes(&back->pool, y),
+                                  r.kv->tables.coding[x->coding].bytes.total);
+                    }
+                }
+                CHECK_EQ(tkvcu_export(r.cu, 1, back, 1, NULL), TKV_ERR_STATE); /* not empty any more */
+                tkv_destroy(back);
+            }
+            rig_close(&r);
+        }
+}
+
+/* Import in the middle, then both go on. */
+TEST(goes_on_after_import) {
+    int i;
+    for (i = 0; i < PRESETS; i += 2) {
+        tkv_config cfg = config_of(presets[i], 64);
+        rig r;
+        if (rig_alike(&r, &cfg)) {
+            std::vector<float> k((size_t)(64 * 2 * 64));
+            int n, layer;
+            for (n = 0; n < 300; n += 60)
+                for (layer = 0; layer < 2; layer++) {
+                    tokens(&r, k.data(), k.data(), 60);
+                    CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 60), TKV_OK);
+                }
+            CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
+            same(&r, 0, 0, 300);
+            grow(&r, 0, 520, 1);
+        }
+        rig_close(&r);
+    }
+}
+
+TEST(types_of_input) {
+    int type;
+    for (type = TKV_TYPE_F32; type <= TKV_TYPE_BF16; type++) {
+        tkv_config cfg = config_of("kivi", 64);
+        const int values = 4 * 2 * 64, size = type == TKV_TYPE_F32 ? 4 : 2;
+        const int32_t map[2] = {0, -5};
+        std::vector<uint8_t> x((size_t)(values * size));
+        tkv_append_params p;
+        rig r;
+        int i, step;
+        if (rig_open(&r, &cfg)) {
+            put(&r.map, map, sizeof map);
+            memset(&p, 0, sizeof p);
+            p.n = 4;
+            p.k = p.v = x.data();
+            p.k_type = p.v_type = (tkv_type)type;
+            for (step = 0; step < 80; step++)
+                for (p.layer = 0; p.layer < 2; p.layer++) {
+                    for (i = 0; i < values; i++) { /* a half can become infinite */
+                        tkvi_save_element(x.data(), p.k_type, i, (float)(3e4 * tkv_rng_gauss(&r.rng)));
+                        if (!tkvi_is_finite(tkvi_element(x.data(), p.k_type, i)))
+                            tkvi_save_element(x.data(), p.k_type, i, 0.0f);
+                    }
+                    put(&r.k, x.data(), x.size());
+                    CHECK_EQ(tkv_append_ex(r.kv, &p), TKV_OK);
+                    CHECK_EQ(tkvcu_append(r.cu, p.layer, r.k.mem, r.k.mem, p.k_type, 4, map_of(&r), NULL),
+                             TKV_OK);
+                }
+            same(&r, 0, 0, 320);
+        }
+        rig_close(&r);
+    }
+}
+
+static void trim_to(rig *r, int a, int b) {
+    const int32_t to[2] = {a, b};
+    put(&r->map, to, sizeof to);
+    CHECK_EQ(tkvcu_trim(r->cu, map_of(r), NULL), TKV_OK);
+}
+
+TEST(trim) {
+    tkv_config cfg = config_of("balanced", 64);
+    rig r;
+    if (rig_alike(&r, &cfg)) {
+        grow(&r, 0, 300, 0);
+        grow(&r, 1, 20, 0);
+        trim_to(&r, 290, 2); /* in the hot tier, among the sinks */
+        CHECK_EQ(tkv_truncate(r.kv, 0, 290), TKV_OK);
+        CHECK_EQ(tkv_truncate(r.kv, 1, 2), TKV_OK);
+        same(&r, 0, 0, 290);
+        same(&r, 1, 1, 2);
+        trim_to(&r, 400, -1); /* nothing */
+        same(&r, 0, 0, 290);
+        same(&r, 1, 1, 2);
+        grow(&r, 0, 400, 1);
+        grow(&r, 1, 200, 1);
+        CHECK_EQ(tkv_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
+        trim_to(&r, 100, 0); /* refused; a new sequence */
+        CHECK_EQ(tkv_reset(r.kv, 1), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_INEXACT);
+        same(&r, 0, 0, 400);
+        same(&r, 1, 1, 0);
+        grow(&r, 1, 250, 1);
+    }
+    rig_close(&r);
+}
+
+TEST(full_and_not_finite) {
+    tkv_config cfg = config_of("compact", 64);
+    std::vector<float> x((size_t)(2 * 64 * 2 * 64), 1.0f);
+    int32_t map[2] = {0, -1}, lengths[2] = {-9, -9};
+    rig r;
+    cfg.max_tokens = 210;
+    if (rig_alike(&r, &cfg)) {
+        grow(&r, 0, 205, 1);
+        put(&r.k, x.data(), x.size() * sizeof(float));
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.k.mem, TKV_TYPE_F32, 6, map_of(&r), NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL);
+        same(&r, 0, 0, 205);
+        grow(&r, 0, 210, 1);
+        CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
+        map[0] = 2;
+        put(&r.map, map, sizeof map);
+        CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_SEQUENCE);
+        same(&r, 0, 0, 210);
+        /* the whole batch: sequence 0 is full, 1 has a NaN in one head's v */
+        put(&r.k, x.data(), x.size() * sizeof(float));
+        x[3 * 64 + 1] = tkv_test_float(0x7fc00001u);
+        put(&r.v, x.data(), x.size() * sizeof(float));
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, NULL, NULL), TKV_OK);
+        CHECK_EQ(word_of(&r), TKVCU_WORD_FULL | TKVCU_WORD_NOT_FINITE);
+        CHECK_EQ(tkvcu_lengths(r.cu, 0, lengths, NULL), TKV_OK);
+        CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
+        CHECK_EQ(lengths[0], 210);
+        CHECK_EQ(lengths[1], 0);
+        same(&r, 1, 1, 0);
+        grow(&r, 1, 130, 1);
+    }
+    rig_close(&r);
+}
+
+TEST(saturates_when_asked) {
+    tkv_config cfg = config_of("kivi", 64);
+    std::vector<float> x((size_t)(64 * 2 * 64));
+    const int32_t map[2] = {0, -1};
+    rig r;
+    int i, step;
+    cfg.nonfinite = TKV_NONFINITE_SATURATE;
+    if (rig_open(&r, &cfg)) {
+        put(&r.map, map, sizeof map);
+        for (step = 0; step < 4; step++) {
+            tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
+            for (i = 0; i < 64 * 2 * 64; i += 97)
+                x[(size_t)i] = tkv_test_float(i % 2 ? 0x7fc00000u : i % 4 ? 0x7f800000u : 0xff800000u);
+            put(&r.k, x.data(), x.size() * sizeof(float));
+            for (i = 0; i < 2; i++) {
+                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
+                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
+            }
+        }
+        same(&r, 0, 0, 256);
+    }
+    rig_close(&r);
+}
+
+/* >>attention */
+typedef struct query { /* n queries of both sequences */
+    arena q, out, lse, sinks;
+    std::vector<float> x, sink;
+    int n;
+    size_t row; /* floats of a query */
+} query;
+
+static query query_of(rig *r, int n) {
+    query a;
+    a.n = n;
+    a.row = (size_t)(r->cfg.n_heads * r->cfg.head_dim);
+    a.x.resize(2 * (size_t)n * a.row);
+    a.sink.resize((size_t)r->cfg.n_heads);
+    tkv_rng_fill(&r->rng, a.x.data(), a.x.size(), 0.5);
+    tkv_rng_fill(&r->rng, a.sink.data(), a.sink.size(), 1.0);
+    a.q = arena_of(a.x.size() * sizeof(float));
+    a.out = arena_of(a.x.size() * sizeof(float));
+    a.lse = arena_of(2 * (size_t)(n * r->cfg.n_heads) * sizeof(float));
+    a.sinks = arena_of(a.sink.size() * sizeof(float));
+    put(&a.q, a.x.data(), a.x.size() * sizeof(float));
+    put(&a.sinks, a.sink.data(), a.sink.size() * sizeof(float));
+    return a;
+}
+
+static void query_close(query *a) {
+    CHECK(arena_close(&a->q) & arena_close(&a->out) & arena_close(&a->lse) & arena_close(&a->sinks));
+}
+
+static std::vector<float> floats(const arena *a, size_t from, size_t n) {
+    const std::vector<uint8_t> bytes = fetch(a->mem + from * sizeof(float), n * sizeof(float));
+    std::vector<float> x(n);
+    memcpy(x.data(), bytes.data(), bytes.size());
+    return x;
+}
+
+/* |x - want| / |want| */
+static double error_of(const std::vector<float> &x, const std::vector<float> &want) {
+    double error = 0.0, norm = 0.0;
+    size_t i;
+    for (i = 0; i < want.size(); i++) {
+        error += ((double)x[i] - (double)want[i]) * ((double)x[i] - (double)want[i]);
+        norm += (double)want[i] * (double)want[i];
+    }
+    return sqrt(error / norm);
+}
+
+/* Attends to sequence `seq` alone, as row 1 of the batch, and compares with the definition on the host. */
+static void attends(rig *r, query *a, int seq, int layer, const tkvcu_attend_params *p) {
+    const size_t values = (size_t)a->n * a->row, heads = (size_t)(a->n * r->cfg.n_heads);
+    const int32_t map[2] = {-1, seq};
+    std::vector<float> want(values), lse(heads), logs;
+    std::vector<uint8_t> out;
+    tkv_attend_params h;
+    size_t i, poisoned = 0;
+    put(&r->map, map, sizeof map);
+    CHECK_EQ(cudaMemset(a->out.mem, POISON, a->out.bytes), cudaSuccess);
+    CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem,
+                          (float *)(void *)a->lse.mem, map_of(r), NULL),
+             TKV_OK);
+    out = fetch(a->out.mem, a->out.bytes);
+    logs = floats(&a->lse, heads, heads);
+    memset(&h, 0, sizeof h);
+    h.layer = layer;
+    h.seq = seq;
+    h.n = a->n;
+    h.q = a->x.data() + values;
+    h.out = want.data();
+    h.lse = lse.data();
+    if (p) {
+        h.scale = p->scale;
+        h.softcap = p->softcap;
+        h.window = p->window;
+        h.sinks = p->d_sinks ? a->sink.data() : NULL;
+    }
+    CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
+    CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
+    for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 2e-2); /* of logits of 20 and more */
+    for (i = 0; i < values * sizeof(float); i++) poisoned += out[i] == POISON;
+    CHECK_EQ(poisoned, values * sizeof(float)); /* the row that was skipped */
+    CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem, NULL, map_of(r), NULL),
+             TKV_OK);
+    CHECK(out == fetch(a->out.mem, a->out.bytes)); /* the same bits */
+}
+
+TEST(attends_as_the_host) {
+    int i, n;
+    for (i = 0; i < PRESETS; i++) {
+        tkv_config cfg = config_of(presets[i], i % 2 ? 128 : 64);
+        tkvcu_attend_params p = {0.2f, 20.0f, 0, NULL};
+        rig r;
+        if (rig_alike(&r, &cfg)) {
+            query a = query_of(&r, 1), b = query_of(&r, 5);
+            for (n = 1; n < 420; n = 2 * n + 5) {
+                grow(&r, 1, n, 0);
+                attends(&r, &a, 1, 0, NULL);
+            }
+            attends(&r, &b, 1, 1, NULL);
+            attends(&r, &b, 1, 0, &p);
+            p.window = 150;
+            attends(&r, &a, 1, 0, &p);
+            p.window = TKV_NONE;
+            p.d_sinks = (const float *)(const void *)a.sinks.mem;
+            attends(&r, &a, 1, 0, &p);
+            p.d_sinks = (const float *)(const void *)b.sinks.mem;
+            p.window = 3;
+            attends(&r, &b, 1, 0, &p);
+            query_close(&a);
+            query_close(&b);
+        }
+        rig_close(&r);
+    }
+}
+
+TEST(other_plans) {
+    static const struct {
+        int sinks, hot, warm, group, fit, step;
+        tkv_format exact, k[2], v[2];
+    } plan[] = {
+        {TKV_NONE, 1, 64, 64, TKV_FIT_CLIP, 64, TKV_BF16, {TKV_KIVI3, TKV_KIVI2}, {TKV_R30, TKV_KIVI2}},
+        {64, 128, TKV_NONE, 64, TKV_FIT_UNBIASED, 40, TKV_F16, {TKV_Q8, TKV_KIVI2}, {TKV_Q8, TKV_KIVI3}},
+        {5, TKV_NONE, 100, 64, TKV_FIT_NORM, 1, TKV_F16, {TKV_A225, TKV_A15}, {TKV_R20, TKV_R10}},
+        {4, TKV_ALL, 0, 64, 0, 64, TKV_F16, {TKV_A40, TKV_A30}, {TKV_R40, TKV_R30}},
+        {4, 64, TKV_ALL, 64, 0, 64, TKV_F16, {TKV_Q8, TKV_A30}, {TKV_KIVI4, TKV_R30}},
+    };
+    size_t i;
+    for (i = 0; i < sizeof plan / sizeof *plan; i++) {
+        tkv_config cfg = config_of(NULL, 64);
+        rig r;
+        cfg.sink_tokens = plan[i].sinks;
+        cfg.hot_tokens = plan[i].hot;
+        cfg.warm_tokens = plan[i].warm;
+        cfg.group_size = plan[i].group;
+        cfg.fit = plan[i].fit;
+        cfg.hot.k = cfg.hot.v = plan[i].exact;
+        cfg.warm.k = plan[i].k[0];
+        cfg.warm.v = plan[i].v[0];
+        cfg.archive.k = plan[i].k[1];
+        cfg.archive.v = plan[i].v[1];
+        if (rig_alike(&r, &cfg)) {
+            r.step = plan[i].step;
+            query a = query_of(&r, 2);
+            grow(&r, 1, 500, 1);
+            attends(&r, &a, 1, 0, NULL);
+            query_close(&a);
+        }
+        rig_close(&r);
+    }
+}
+
+/* What is put into the stream between these becomes a graph. */
+static void capture(cudaStream_t stream) {
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+}
+
+static cudaGraphExec_t captured(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    return run;
+}
+
+/* Captured while the cache is empty, replayed from tier to tier; rows are other sequences. */
+TEST(graphs) {
+    tkv_config cfg = config_of("compact", 64);
+    const size_t row = (size_t)(cfg.n_kv_heads * cfg.head_dim);
+    const int32_t map[2] = {1, 0};
+    std::vector<float> k(2 * row), v(2 * row);
+    cudaStream_t stream = NULL;
+    cudaGraphExec_t append, attend;
+    rig r;
+    int n, i;
+    cfg.n_layers = 1;
+    cfg.precise = 1; /* on the host: 2e-3 at most */
+    if (rig_alike(&r, &cfg)) {
+        query a = query_of(&r, 1);
+        std::vector<float> want(a.row);
+        put(&r.map, map, sizeof map);
+        CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+        capture(stream);
+        CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
+        append = captured(stream);
+        capture(stream);
+        CHECK_EQ(tkvcu_attend(r.cu, 0, a.q.mem, TKV_TYPE_F32, 1, NULL, a.out.mem, NULL, map_of(&r), stream),
+                 TKV_OK);
+        attend = captured(stream);
+        for (n = 1; n <= 340; n++) {
+            for (i = 0; i < 2; i++) {
+                tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
+                CHECK_EQ(
+                    tkv_append(r.kv, map[i], 0, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1),
+                    TKV_OK);
+            }
+            put(&r.k, k.data(), k.size() * sizeof(float));
+            put(&r.v, v.data(), v.size() * sizeof(float));
+            CHECK_EQ(cudaGraphLaunch(append, stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            if (n % 64 > 5) continue;
+            CHECK_EQ(cudaGraphLaunch(attend, stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            for (i = 0; i < 2; i++) {
+                same(&r, map[i], map[i], n);
+                CHECK_EQ(tkv_attend(r.kv, map[i], 0, a.x.data() + (size_t)i * a.row, 1, want.data()), TKV_OK);
+                CHECK_LE(error_of(floats(&a.out, (size_t)i * a.row, a.row), want),
+                         5e-3); /* both approximate */
+            }
+        }
+        CHECK_EQ(cudaGraphExecDestroy(append), cudaSuccess);
+        CHECK_EQ(cudaGraphExecDestroy(attend), cudaSuccess);
+        CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+        query_close(&a);
+    }
+    rig_close(&r);
+}
+
+/* >>what is refused */
+TEST(configs) {
+    struct {
+        const char *say;
+        int status;
+        tkv_config cfg;
+    } bad[13];
+    const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}};
+    tkvcu_desc desc = {NULL, 0, 0, 0};
+    size_t a = 0, b = 0, a2 = 0, b2 = 0;
+    char why[160];
+    int i;
+    for (i = 0; i < 13; i++) {
+        bad[i].cfg = config_of("balanced", 128);
+        bad[i].status = TKVCU_ERR_UNSUPPORTED;
+    }
+    bad[0].cfg.head_dim = 96, bad[0].say = "head_dim must be 64 or 128";
+    bad[1].cfg.v_head_dim = 64, bad[1].say = "v_head_dim must be head_dim";
+    bad[2].cfg.n_heads = 34, bad[2].say = "16 query heads";
+    bad[3].cfg.budget_bytes = 1 << 28, bad[3].say = "budget";
+    bad[4].cfg.ladder = &ladder, bad[4].cfg.n_levels = 1, bad[4].say = "ladder";
+    bad[5].cfg.n_anchors = 2, bad[5].say = "anchors";
+    bad[6].cfg.remat = 1, bad[6].say = "recomputation";
+    bad[7].cfg.quality_heads = 1, bad[7].say = "meter";
+    bad[8].cfg.allocation_unit = 4, bad[8].say = "cfg.allocation_unit = 16, layer 0";
+    bad[9].cfg.hot.k = TKV_F32, bad[9].say = "not read here, layer 0";
+    bad[10].cfg.archive.k = TKV_SQUAT2, bad[10].say = "not read here, layer 0";
+    bad[11].cfg.max_tokens = 0, bad[11].say = "max_tokens is 0", bad[11].status = TKV_ERR_CONFIG;
+    bad[12].cfg = config_of("kivi", 128), bad[12].cfg.group_size = 32, bad[12].say = "cfg.group_size = 64";
+    for (i = 0; i < 13; i++) {
+        desc.cfg = &bad[i].cfg;
+        CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), bad[i].status);
+        CHECK_MSG(strstr(why, bad[i].say), "\"%s\" has no \"%s\"", why, bad[i].say);
+        CHECK(a == 0 && b == 0);
+    }
+    desc.cfg = &bad[11].cfg;
+    desc.max_tokens = 4096; /* the config has none */
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKV_OK);
+    desc.max_tokens = 8192;
+    CHECK_EQ(tkvcu_query(&desc, &a2, &b2, why, 0), TKV_OK);
+    CHECK(a2 > a && a2 < 2 * a && b2 == b);
+    desc.n_seqs = 65536;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, NULL, 0), TKVCU_ERR_UNSUPPORTED);
+    desc.n_seqs = -1;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    desc.n_seqs = 0;
+    desc.max_queries = 9;
+    CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
+    CHECK(strstr(why, "max_queries is 9") != NULL);
+}
+
+TEST(wrong_arguments) {
+    tkv_config cfg = config_of("balanced", 64), other = cfg;
+    tkvcu_desc desc = {&cfg, 0, 0, 2};
+    std::vector<float> x(4096, 1.0f);
+    std::vector<uint8_t> before;
+    tkv_cache *kv = NULL;
+    tkvcu *cu = NULL, *const untouched = NULL;
+    tkvcu_attend_params p = {0.0f, 0.0f, 0, NULL};
+    int32_t n[2] = {0, 0};
+    uint32_t word = 0;
+    size_t a = 0, b = 0;
+    rig r;
+    CHECK_EQ(tkvcu_query(NULL, &a, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
+    if (!rig_open(&r, &cfg)) return;
+    before = fetch(r.cache.mem, r.cache.bytes);
+    CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
+             TKV_ERR_CAPACITY);
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
+    CHECK(cu == untouched);
+    CHECK_EQ(tkvcu_append(NULL, 0, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, -1, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 2, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, NULL, x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), NULL, TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), (tkv_type)3, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 0, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_append(r.cu, 0, x.data(), x.data(), TKV_TYPE_F32, 65, NULL, NULL), TKV_ERR_ARG);
+    CHECK_STR(tkvcu_last_error(r.cu), "n_tokens is 65; it must be 1 to 64, cfg.max_append at most");
+    CHECK_EQ(tkvcu_attend(NULL, 0, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 2, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, NULL, TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, NULL, NULL, NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 9, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    p.softcap = -1.0f;
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, &p, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_trim(NULL, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_trim(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(NULL, 0, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(r.cu, 2, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_lengths(r.cu, 0, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_status(NULL, &word, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_status(r.cu, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_tables(NULL, r.kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_tables(r.cu, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(NULL, 0, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(r.cu, 2, r.kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, -1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export(r.cu, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_export(r.cu, 0, r.kv, 2, NULL), TKV_ERR_ARG);
+    other.hot_tokens = 128;
+    CHECK_EQ(tkv_create(&other, &kv), TKV_OK);
+    CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CONFIG);
+    CHECK_STR(tkvcu_last_error(r.cu), "the cache has another plan: the tiers' lengths");
+    tkv_destroy(kv);
+    CHECK(before == fetch(r.cache.mem, r.cache.bytes)); /* nothing of all that has changed a byte */
+    rig_close(&r);
+}
+
+/* What a host's cache can hold and the device cannot. */
+TEST(import_refuses) {
+    tkv_config cfg = config_of("balanced", 64), wide;
+    std::vector<float> x((size_t)(512 * 2 * 64));
+    tkv_cache *kv = NULL;
+    rig r;
+    if (rig_open(&r, &cfg)) {
+        tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
+        CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 64), TKV_OK);
+        CHECK_EQ(tkv_append(r.kv, 0, 1, x.data(), x.data(), 64), TKV_OK);
+        CHECK_EQ(tkv_begin(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkv_abort(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_flush(r.kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_append(r.kv, 0, 0, x.data(), x.data(), 3), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_last_error(r.cu), "a flush made a block short");
+        wide = cfg;
+        wide.max_append = 512;
+        wide.window = 128;
+        CHECK_EQ(tkv_create(&wide, &kv), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 512), TKV_OK); /* hot until the next append */
+        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKV_ERR_CAPACITY);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, x.data(), x.data(), 1), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, kv, 0, NULL), TKVCU_ERR_UNSUPPORTED);
+        CHECK_STR(tkvcu_last_error(r.cu), "blocks were dropped behind a window");
+        tkv_destroy(kv);
+    }
+    rig_close(&r);
+}
+
+/* Once blocks may be coded with a table, another one cannot take its number. */
+TEST(tables) {
+    tkv_config cfg = config_of("balanced", 64);
+    std::vector<float> x((size_t)(64 * 2 * 64));
+    std::vector<uint8_t> table(1 << 16);
+    size_t bytes = 0;
+    rig r, other;
+    int n;
+    if (rig_open(&r, &cfg) && rig_open(&other, &cfg)) {
+        for (n = 0; n < 640; n += 64) {
+            tokens(&r, x.data(), x.data(), 64);
+            CHECK_EQ(tkv_append(r.kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
+        }
+        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
+        CHECK_EQ(tkv_calibration_save(r.kv, table.data(), table.size(), &bytes), TKV_OK);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
+        CHECK_EQ(tkv_reset(r.kv, 0), TKV_OK);
+        grow(&r, 0, 400, 1); /* both encode by what was learned */
+        CHECK_EQ(tkv_calibration_load(other.kv, table.data(), bytes), TKV_OK);
+        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_OK); /* that has the same tables */
+        grow(&other, 1, 64, 0);
+        CHECK_EQ(tkvcu_tables(other.cu, r.kv, NULL), TKV_ERR_STATE);
+        CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
+                                              "over tables before the first append");
+        CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+    }
+    rig_close(&r);
+    rig_close(&other);
+}
+
+TEST(texts) {
+    CHECK_STR(tkvcu_strerror(TKV_OK), tkv_status_text(TKV_OK));
+    CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_status_text(TKV_ERR_NOMEM));
+    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_CUDA), "CUDA") != NULL);
+    CHECK(strstr(tkvcu_strerror(TKVCU_ERR_UNSUPPORTED), "cannot") != NULL);
+    CHECK_STR(tkvcu_strerror(1), "not a status");
+    CHECK_STR(tkvcu_strerror(-99), "not a status");
+    CHECK_STR(tkvcu_last_error(NULL), "");
+}
+
+int main(int argc, char **argv) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("there is no GPU here: nothing was checked\n");
+        return 1;
+    }
+    tkv_test_begin(argc, argv);
+    RUN(append_is_the_hosts);
+    RUN(import_and_export);
+    RUN(goes_on_after_import);
+    RUN(types_of_input);
+    RUN(trim);
+    RUN(full_and_not_finite);
+    RUN(saturates_when_asked);
+    RUN(attends_as_the_host);
+    RUN(other_plans);
+    RUN(graphs);
+    RUN(configs);
+    RUN(wrong_arguments);
+    RUN(import_refuses);
+    RUN(tables);
+    RUN(texts);
+    return tkv_test_end();
+}

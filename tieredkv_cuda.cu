@@ -1,0 +1,3258 @@
+/* tieredkv_cuda.cu: generated from src/cuda/ by tools/amalgamate.py. Edit there, not here. */
+/* ======== api.h ======== */
+/*
+ * tieredkv_cuda.cu - tieredkv's cache on a GPU: the same blocks, attention straight on the compressed tiers.
+ *
+ * One file beside tieredkv.h, which has every layout, table and rule; C interface; no other library than
+ * CUDA's runtime. For compute capability 8.0 and later.
+ *
+ *     nvcc -O3 -arch=native -c tieredkv_cuda.cu                    an object for a C or C++ program
+ *     nvcc -O3 -arch=native -shared -Xcompiler -fPIC -DTIEREDKV_IMPLEMENTATION tieredkv_cuda.cu \
+ *          -o libtieredkv_cuda.so                                  a library that has the tkv_ functions too
+ *     #define TKVCU_INTERFACE_ONLY
+ *     #include "tieredkv_cuda.cu"                                  the declarations below, from C or C++
+ *
+ * A cache has its tokens in two pieces of device memory that the caller brings:
+ *
+ *     tkvcu_desc desc = {0};                       tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
+ *     desc.cfg = &cfg;                             cudaMalloc(&cache, bytes); cudaMalloc(&work, work_bytes);
+ *     desc.max_tokens = 32768;                     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
+ *     tkvcu_import(cu, 0, kv, 0, stream);          a prompt that the CPU has seen, or nothing
+ *     for each step, for each layer:
+ *         tkvcu_append(cu, layer, k, v, TKV_TYPE_F16, 1, NULL, stream);
+ *         tkvcu_attend(cu, layer, q, TKV_TYPE_F16, 1, NULL, out, NULL, NULL, stream);
+ *     tkvcu_status(cu, &word, 0, stream);          did all of it go well?
+ *
+ * Order: every call puts its work into `stream` and returns; calls on one cache must follow each other, in
+ * one stream or through events. tkvcu_create, tkvcu_tables, tkvcu_import and tkvcu_export wait for the
+ * stream; the others never do, allocate nothing, and read lengths on the device alone: captured once into a
+ * graph they replay at any length. A handle is for one thread at a time. The current device must be the one
+ * that the memory is of.
+ *
+ * Errors: an argument that is wrong gives a status (tkv_status, or one of those below), nothing has been
+ * launched, and tkvcu_last_error has a sentence. What only the device sees (a sequence is full, a NaN among
+ * new keys) sets a bit in a word that stays set; that call has left the sequence as long as it was.
+ *
+ * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
+ * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
+ * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
+ * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
+ *
+ * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
+ * tieredkv.h, so a cache that grows here has the bytes that it would have there.
+ */
+#ifndef TKVCU_API_H
+#define TKVCU_API_H
+
+#ifndef TKVCU_INTERFACE_ONLY
+#ifndef TIEREDKV_IMPLEMENTATION
+#define TIEREDKV_IMPLEMENTATION
+#ifndef TKV_STATIC
+#define TKV_STATIC
+#endif
+#endif
+#ifndef TKV_NO_SIMD
+#define TKV_NO_SIMD
+#endif
+#endif
+#include "tieredkv.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* >>limits and codes */
+#define TKVCU_MAX_APPEND 64 /* tokens of a sequence in one call */
+#define TKVCU_MAX_QUERIES 8 /* the same */
+#define TKVCU_MAX_GROUP 16  /* query heads on a KV head */
+
+#define TKVCU_ERR_CUDA (-101)        /* the runtime refused; tkvcu_last_error says what it said */
+#define TKVCU_ERR_UNSUPPORTED (-102) /* tieredkv.h can do it, this file cannot */
+
+/* Bits of the device's word. */
+#define TKVCU_WORD_FULL 1u       /* a sequence would have had more than max_tokens */
+#define TKVCU_WORD_NOT_FINITE 2u /* NaN or infinity in k or v, and cfg.nonfinite says to refuse them */
+#define TKVCU_WORD_SEQUENCE 4u   /* a d_seq_map names a sequence that there is not */
+#define TKVCU_WORD_INEXACT 8u    /* tkvcu_trim would have cut compressed tokens */
+
+typedef struct tkvcu tkvcu;
+struct CUstream_st;
+typedef struct CUstream_st *tkvcu_stream; /* cudaStream_t */
+
+/* >>life */
+typedef struct tkvcu_desc {
+    const tkv_config *cfg; /* the model and the plan; read by tkvcu_create, not kept */
+    int n_seqs;            /* 0: cfg->max_seqs */
+    int max_tokens;        /* of a sequence; 0: cfg->max_tokens, which must not be 0 then */
+    int max_queries;       /* of a sequence in one tkvcu_attend; 0: 1 */
+} tkvcu_desc;
+
+/* Bytes of both pieces. Asks no GPU. TKV_ERR_CONFIG or TKVCU_ERR_UNSUPPORTED: `reason` (NULL, or `size`
+ * bytes) gets a sentence. The hot tier has room for a chunk of cfg->max_append tokens (as an import brings
+ * it): a smaller one saves memory. O(layers). */
+int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
+/* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
+ * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
+ * error. Waits. */
+int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
+                 tkvcu_stream stream, tkvcu **out);
+void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */
+
+/* >>transfer. `kv` is a cache of tieredkv.h whose config says the same of model, tiers and formats. All wait.
+ * */
+/* Takes over the tables that kv has learned or loaded; blocks that are coded from now on go by them.
+ * TKV_ERR_STATE: blocks here may be coded with another table of that number. */
+int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
+/* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
+ * (too long, or more blocks wait in a tier than there is room for); TKV_ERR_STATE (an open step; other
+ * tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that are outside RAM, that a flush made
+ * short). O(bytes). */
+int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
+/* The inverse: kv's host_seq, which must be empty, becomes a copy of seq; a layer of kv without a table gets
+ * those of seq and learns no more. TKV_ERR_STATE (not empty; other tables), TKV_ERR_NOMEM, TKV_ERR_CAPACITY.
+ * O(bytes). */
+int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream);
+
+/* >>use. d_seq_map: NULL, or device memory: n_seqs entries, entry i names the sequence of row i of k, v, q
+ * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
+ * i, for all. */
+/* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->max_append) new tokens for each row. d_k, d_v:
+ * [row][n_tokens] [n_kv_heads][head_dim], packed, keys after RoPE. First what is due moves down a tier, as in
+ * tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64 tokens. */
+int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
+                 const int32_t *d_seq_map, tkvcu_stream stream);
+
+typedef struct tkvcu_attend_params { /* zero means default */
+    float scale;                     /* of q.k; 0: the config's */
+    float softcap;                   /* 0: none */
+    int window;                      /* newest keys that a query sees; 0: the layer's; TKV_NONE: all */
+    const float *d_sinks;            /* NULL, or device memory: a learned logit per query head */
+} tkvcu_attend_params;
+/* Attention of the last n_queries (1 .. max_queries) tokens of each row's sequence, causal among themselves.
+ * d_q, d_out: [row][n_queries][n_heads][head_dim], packed; d_lse: NULL or [row][n_queries][n_heads] floats,
+ * natural logarithm, learned sinks included. params NULL: all defaults. A row that sees no key gives zeros
+ * and -inf; rows that are skipped are not written. The same bits in every run on one device. Sets bit
+ * SEQUENCE. Cost: the bytes of the sequence once for each 16 columns (queries times heads of a group). */
+int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
+                 const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
+                 tkvcu_stream stream);
+
+/* Cuts each sequence to d_lengths[seq] tokens, in all layers (device memory, n_seqs entries; negative, or
+ * more than there are: it stays). 0 empties it; else the cut must fall into the hot tier: bit INEXACT, and it
+ * stays. */
+int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);
+/* Copies the lengths of a layer's sequences, n_seqs of them, to `lengths`, memory of device or host. */
+int tkvcu_lengths(const tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream);
+/* Copies the word of TKVCU_WORD_ bits to `word`, memory of device or host; clear = 1: then sets it to 0. */
+int tkvcu_status(tkvcu *cu, uint32_t *word, int clear, tkvcu_stream stream);
+
+const char *tkvcu_strerror(int status);        /* of a status of this file or of tieredkv.h */
+const char *tkvcu_last_error(const tkvcu *cu); /* a sentence on the last call that failed; "" if none did */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TKVCU_API_H */
+#if !defined(TKVCU_INTERFACE_ONLY) && !defined(TKVCU_IMPLEMENTED)
+#define TKVCU_IMPLEMENTED
+/* ======== layout.h ======== */
+/*
+ * layout.h - a layer of the cache as kernels see it: addresses are computed, no tables of blocks.
+ *
+ * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A sequence has
+ * four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of exact rows), hot (a
+ * ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds positions sinks + 64 b and on;
+ * the first list.archive of them are archived, the next list.warm are warm, the rest is hot.
+ */
+#ifndef TKVCU_LAYOUT_H
+#define TKVCU_LAYOUT_H
+
+
+enum { TKVCU_ARCHIVE, TKVCU_WARM, TKVCU_SINKS, TKVCU_HOT, TKVCU_REGIONS };
+enum { TKVCU_EXACT, TKVCU_KIVI, TKVCU_A, TKVCU_R }; /* how a side is read */
+
+typedef struct tkvcu_side { /* one head's side in one coding: all that a kernel must know */
+    uint8_t kind, bf16;     /* TKVCU_EXACT: 1: bfloat16 */
+    uint8_t half_bits;      /* KIVI: 2 * width; R: 2, 3 (pairs), 4, 6, 8 */
+    uint8_t group;          /* KIVI: values per scale, 32 or 64 */
+    uint8_t slabs[7];       /* A: slabs of 16 channels (4 tiles) with so many bits; stored widest first */
+    int16_t top;            /* window of the logarithmic scales */
+    uint32_t at, bytes;     /* from the start of the block; whole */
+    uint32_t code_bytes;    /* then metadata, as in format_*.h */
+    int32_t table;          /* A: first element of order and mean below; -1: channels as they come, means 0 */
+} tkvcu_side;
+
+typedef struct tkvcu_list {
+    int32_t len, archive, warm, step;
+} tkvcu_list;
+
+typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value */
+    tkvcu_list *list;              /* [n_seqs] */
+    uint8_t *bytes[TKVCU_REGIONS]; /* blocks of sequence s begin at bytes[r] + s * stride[r] */
+    size_t stride[TKVCU_REGIONS];
+    uint32_t block[TKVCU_REGIONS]; /* bytes of one */
+    int32_t ring[TKVCU_REGIONS];   /* block b lies at b % ring */
+    uint8_t *version;              /* [n_seqs][max_blocks] */
+    const tkvcu_side *side;        /* [TKVI_VERSIONS][TKVCU_REGIONS][n_kv_heads][2] of this layer */
+    const uint8_t *order;
+    const float *mean;
+    int32_t n_seqs, n_heads, n_kv_heads, head_dim, sinks, max_blocks;
+} tkvcu_view;
+
+#endif /* TKVCU_LAYOUT_H */
+/* ======== warp.h ======== */
+/*
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
+ * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ */
+#ifndef TKVCU_WARP_H
+#define TKVCU_WARP_H
+
+
+#ifndef TKVCU_ON_CPU
+
+#define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
+    kernel<<<(grid), (block), (shared), (stream)>>>(__VA_ARGS__)
+#define TKVCU_SHARED(type, name)                                                                             \
+    extern __shared__ __align__(128) uint8_t tkvcu_shared_[];                                                \
+    type *name = (type *)(void *)tkvcu_shared_
+
+#define TKVCU_DEVICE static __device__ __forceinline__
+#define TKVCU_UNROLL _Pragma("unroll")
+#define TKVCU_ROLL _Pragma("unroll 1")
+
+/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
+ * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
+ * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
+TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(tkvcu_shared_address(row))
+                 : "memory");
+}
+
+TKVCU_DEVICE void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(tkvcu_shared_address(row))
+                 : "memory");
+}
+
+TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(tkvcu_shared_address(shared)), "l"(global)
+                 : "memory");
+}
+
+TKVCU_DEVICE void tkvcu_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int N> TKVCU_DEVICE void tkvcu_cp_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+TKVCU_DEVICE uint32_t tkvcu_f16x2(float lo, float hi) {
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
+    return x;
+}
+
+TKVCU_DEVICE uint32_t tkvcu_bf16x2(float lo, float hi) {
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(hi), "f"(lo));
+    return x;
+}
+
+TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
+    float y;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(y) : "r"(x));
+    return y;
+}
+
+TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
+TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
+
+TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
+    return __byte_perm(a, b, select);
+}
+
+TKVCU_DEVICE float tkvcu_ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#else
+#define TKVCU_DEVICE static inline
+#define TKVCU_UNROLL
+#define TKVCU_ROLL
+#endif
+
+/* (x & mask) | or, one instruction where the compiler is let to see it. */
+TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
+
+#endif /* TKVCU_WARP_H */
+/* ======== encode.h ======== */
+/*
+ * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the functions of
+ * tieredkv.h, a thread for each column of K, token of V, or tile. So the bytes are those of the host.
+ *
+ * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
+ * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_build.py looks at what it
+ * makes of them).
+ */
+#ifndef TKVCU_ENCODE_H
+#define TKVCU_ENCODE_H
+
+
+#define TKVCU_ENCODERS 128 /* threads: one for each channel of 128 */
+
+/* Shared memory of the CTA. Behind it: tkvi_columns [head_dim / 16], codes [head_dim][64], values
+ * [64][head_dim + 1]. An odd stride: threads that walk along tokens, and those that walk along channels, all
+ * have banks of their own. */
+typedef struct tkvcu_desk {
+    tkvi_format format[2];
+    tkvi_side side[2]; /* from, to */
+    float scale[2 * 128], zero[2 * 128];
+    float mean[128], middle[128]; /* A, by channel; channel: by position */
+    uint8_t channel[128], width[128], log[128], by[128];
+} tkvcu_desk;
+
+__host__ __device__ static inline size_t tkvcu_desk_bytes(int head_dim) {
+    const size_t dim = (size_t)head_dim;
+    return tkvi_align_up(sizeof(tkvcu_desk)) + dim / TKVI_LANES * sizeof(tkvi_columns) + dim * TKVI_BLOCK +
+           TKVI_BLOCK * (dim + 1) * sizeof(float);
+}
+
+__device__ static inline tkvi_columns *tkvcu_columns_of(tkvcu_desk *d) {
+    return (tkvi_columns *)(void *)((uint8_t *)d + tkvi_align_up(sizeof *d));
+}
+
+__device__ static inline uint8_t *tkvcu_codes_of(tkvcu_desk *d, int head_dim) {
+    return (uint8_t *)(tkvcu_columns_of(d) + head_dim / TKVI_LANES);
+}
+
+__device__ static inline float *tkvcu_values_of(tkvcu_desk *d, int head_dim) {
+    return (float *)(void *)(tkvcu_codes_of(d, head_dim) + head_dim * TKVI_BLOCK);
+}
+
+/* The side as the functions of tieredkv.h want it. One thread writes it. */
+__device__ static inline void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
+                                              tkvi_format *f, tkvi_side *s) {
+    int w;
+    memset(f, 0, sizeof *f);
+    memset(s, 0, sizeof *s);
+    s->format = f;
+    s->which = which ? TKV_V : TKV_K;
+    s->dim = s->pad = (int16_t)v->head_dim;
+    s->top = d->top;
+    s->bytes = d->bytes;
+    s->code_bytes = d->code_bytes;
+    s->groups = 1;
+    s->group = which ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
+    if (d->kind == TKVCU_KIVI) {
+        f->bits = d->half_bits / 2;
+        s->fit = (int8_t)fit;
+        s->group = d->group;
+        s->groups = (int16_t)((which ? v->head_dim : TKVI_BLOCK) / d->group);
+        s->runs.n[f->bits] = (uint16_t)(s->pad / 4);
+    }
+    if (d->kind == TKVCU_A) {
+        for (w = 1; w <= 6; w++) s->runs.n[w] = (uint16_t)(4 * d->slabs[w]);
+        if (d->table >= 0) {
+            s->order = v->order + d->table;
+            s->mean = v->mean + d->table;
+        }
+    }
+    if (d->kind == TKVCU_R) {
+        f->rotated = 1;
+        s->half_bits = (int8_t)d->half_bits;
+        s->pairs = d->half_bits == 3;
+        if (s->pairs) s->levels = tkvi_r_pairs;
+        s->runs.n[s->pairs ? 3 : d->half_bits / 2] = (uint16_t)(s->pad / 4 / (s->pairs ? 2 : 1));
+    }
+}
+
+/* Walks over the tiles that are this thread's. Those that share a vector of 1-bit halves belong to one. */
+typedef struct tkvcu_walk {
+    const tkvi_side *s;
+    tkvi_tile_at at;
+    int width, i, left; /* of tile i; left: of its width, behind it */
+} tkvcu_walk;
+
+__device__ static inline tkvcu_walk tkvcu_walk_of(const tkvi_side *s) {
+    tkvcu_walk w;
+    w.s = s;
+    w.at = tkvi_tiles(&s->runs);
+    w.width = TKVI_MAX_WIDTH + 1;
+    w.i = -1;
+    w.left = 0;
+    return w;
+}
+
+__device__ static inline int tkvcu_walk_next(tkvcu_walk *w) {
+    int owner;
+    do {
+        if (w->i >= 0) tkvi_next_tile(&w->at, w->width);
+        w->i++;
+        while (w->left == 0) {
+            if (--w->width == 0) return 0;
+            w->left = w->s->runs.n[w->width];
+        }
+        w->left--;
+        owner = tkvi_has_half[w->width] ? w->at.half / 2 : w->i;
+    } while (owner % (int)blockDim.x != (int)threadIdx.x);
+    return 1;
+}
+
+/* Bits of the tile that has this position. */
+__device__ static inline int tkvcu_width_at(const tkvi_side *s, int position) {
+    int width, end = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        end += 4 * s->runs.n[width];
+        if (position < end) return width;
+    }
+    return 0;
+}
+
+/* >>decoding */
+/* Scale and zero number i of the side. */
+__device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
+                                         float *scale, float *zero) {
+    if (kind == TKVCU_KIVI) {
+        *scale = tkvi_f16_to_f32(tkvi_load16(meta + 2 * i));
+        *zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * (n + i)));
+    } else if (kind == TKVCU_R) {
+        const float middle = s->pairs ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
+        *scale = tkvi_log_value(meta[i], s->top) * (s->pairs ? 1.0f / 64.0f : 1.0f);
+        *zero = -middle * *scale;
+    } else {
+        const int width = tkvcu_width_at(s, i), unit = tkvi_a_unit[width];
+        const float mean = s->mean ? s->mean[i] : 0.0f;
+        *scale = width ? tkvi_log_value(meta[i], s->top) : 0.0f;
+        *zero = width
+                    ? tkvi_zero(meta[n + i], *scale, mean, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2)
+                    : tkvi_f32(tkvi_f16_to_f32((uint16_t)(meta[i] | meta[n + i] << 8)) + mean);
+    }
+}
+
+/* Token t of a V side. */
+__device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (*code)[TKVI_TILE_CODES],
+                                            int t, float *x) {
+    const tkvi_side *s = &d->side[0];
+    int width, i, tile = 0, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->runs.n[width]; i += 4, tile += 4) {
+            tkvi_v_values(s, width, code[tile + t / 16], slab, t, d->scale, d->zero, x);
+            slab += tkvi_slab_channels(s, width);
+        }
+    if (s->format->rotated) tkvi_rotate_back(x, s->dim);
+}
+
+/* A side's 64 tokens to the desk's values, by all threads; exact ones: bf16 or not. */
+__device__ static inline void tkvcu_decode(tkvcu_desk *d, const tkvcu_side *from, const uint8_t *src) {
+    const tkvi_side *s = &d->side[0];
+    const int dim = s->dim, stride = dim + 1, me = (int)threadIdx.x, all = (int)blockDim.x;
+    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
+    float *x = tkvcu_values_of(d, dim);
+    int i;
+    if (from->kind == TKVCU_EXACT) {
+        for (i = me; i < TKVI_BLOCK * dim; i += all) {
+            const uint16_t h = tkvi_load16(src + 2 * i);
+            x[i / dim * stride + i % dim] = from->bf16 ? tkvi_bf16_to_f32(h) : tkvi_f16_to_f32(h);
+        }
+    } else {
+        const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
+        tkvcu_walk w = tkvcu_walk_of(s);
+        while (tkvcu_walk_next(&w)) tkvi_unpack_tile(src, &w.at, w.width, code[w.i]);
+        for (i = me; i < n; i += all)
+            tkvcu_meta(s, from->kind, src + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        __syncthreads();
+        for (i = me; i < (s->which == TKV_V ? TKVI_BLOCK : dim); i += all)
+            if (s->which == TKV_V) tkvcu_v_token(d, code, i, x + i * stride);
+            else
+                tkvi_k_values(s, tkvcu_width_at(s, i), code[i / 4], i, 0, TKVI_BLOCK, d->scale, d->zero, x,
+                              (size_t)stride);
+    }
+    __syncthreads();
+}
+
+/* >>encoding: the desk's values as side 1, each kind in the steps of its format_*.h. dst was cleared. */
+__device__ static inline void tkvcu_encode_a(tkvcu_desk *d, uint8_t *dst) {
+    const tkvi_side *s = &d->side[1];
+    const int dim = s->dim, me = (int)threadIdx.x, all = (int)blockDim.x;
+    uint8_t(*column)[TKVI_BLOCK] = (uint8_t(*)[TKVI_BLOCK])tkvcu_codes_of(d, dim);
+    tkvi_columns *columns = tkvcu_columns_of(d);
+    tkvcu_walk w;
+    int p;
+    for (p = me; p < dim; p += all) {
+        const int from = tkvi_channel(s, p);
+        d->channel[p] = (uint8_t)from;
+        d->width[from] = (uint8_t)tkvcu_width_at(s, p);
+        d->mean[from] = s->mean ? s->mean[p] : 0.0f;
+    }
+    for (p = me * TKVI_LANES; p < dim; p += all * TKVI_LANES) {
+        tkvi_columns *c = &columns[p / TKVI_LANES];
+        c->x = tkvcu_values_of(d, dim) + p;
+        c->stride = (size_t)dim + 1;
+        c->n = TKVI_BLOCK;
+        c->lanes = TKVI_LANES;
+        c->mean = d->mean + p;
+        c->width = d->width + p;
+        c->code = column + p;
+        c->log = d->log + p;
+        c->offset = d->by + p;
+        c->middle = d->middle + p;
+    }
+    __syncthreads();
+    for (p = me; p < dim; p += all) {
+        tkvi_columns *c = &columns[p / TKVI_LANES];
+        tkvi_a_integers(c, p % TKVI_LANES);
+        tkvi_a_search(c, p % TKVI_LANES);
+        if (tkvi_a_settle(c, p % TKVI_LANES, s->top)) tkvi_a_recode(c, p % TKVI_LANES, s->top);
+    }
+    __syncthreads();
+    for (w = tkvcu_walk_of(s); tkvcu_walk_next(&w);) {
+        alignas(8) uint8_t tile[TKVI_TILE_CODES];
+        tkvi_weave_scalar(column, d->channel + 4 * w.i, tile);
+        tkvi_pack_tile(dst, &w.at, w.width, tile);
+    }
+    for (p = me; p < dim; p += all) {
+        const int c = d->channel[p];
+        uint8_t *meta = dst + s->code_bytes + p;
+        tkvi_a_put(d->width[c], d->log[c], d->by[c], d->middle[c], meta, meta + dim);
+    }
+}
+
+__device__ static inline void tkvcu_pack(const tkvi_side *s, uint8_t (*code)[TKVI_TILE_CODES], uint8_t *dst) {
+    tkvcu_walk w = tkvcu_walk_of(s);
+    while (tkvcu_walk_next(&w)) tkvi_pack_tile(dst, &w.at, w.width, code[w.i]);
+}
+
+__device__ static inline void tkvcu_encode_r(tkvcu_desk *d, uint8_t *dst) {
+    const tkvi_side *s = &d->side[1];
+    const int dim = s->dim;
+    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
+    int t;
+    for (t = (int)threadIdx.x; t < TKVI_BLOCK; t += (int)blockDim.x) {
+        const float scale = tkvi_r_token(s, tkvcu_values_of(d, dim) + t * (dim + 1), t, code);
+        dst[s->code_bytes + (size_t)t] =
+            (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, code, scale), s->top);
+    }
+    __syncthreads();
+    tkvcu_pack(s, code, dst);
+}
+
+__device__ static inline void tkvcu_encode_kivi(tkvcu_desk *d, uint8_t *dst) {
+    const tkvi_side *s = &d->side[1];
+    const int dim = s->dim, n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
+    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
+    float *x = tkvcu_values_of(d, dim);
+    uint8_t *meta = dst + s->code_bytes;
+    int i;
+    for (i = (int)threadIdx.x; i < n; i += (int)blockDim.x)
+        if (s->which == TKV_V)
+            tkvi_kivi_row(s, x + i % TKVI_BLOCK * (dim + 1), i / TKVI_BLOCK, i % TKVI_BLOCK, code, meta);
+        else tkvi_kivi_column(s, x, (size_t)dim + 1, TKVI_BLOCK, i / dim, i % dim, code, meta);
+    __syncthreads();
+    tkvcu_pack(s, code, dst);
+}
+
+__device__ static inline void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
+    size_t i;
+    for (i = (size_t)threadIdx.x * 8; i < n; i += (size_t)blockDim.x * 8) tkvi_store8(dst + i, 0);
+}
+
+__device__ static inline void tkvcu_encode(tkvcu_desk *d, int kind, uint8_t *dst) {
+    tkvcu_zero_bytes(dst, d->side[1].bytes);
+    __syncthreads();
+    if (kind == TKVCU_A) tkvcu_encode_a(d, dst);
+    else if (kind == TKVCU_R) tkvcu_encode_r(d, dst);
+    else tkvcu_encode_kivi(d, dst);
+    __syncthreads();
+}
+
+#endif /* TKVCU_ENCODE_H */
+/* ======== append.h ======== */
+/*
+ * append.h - new tokens on the device, and what they push down a tier: the rule of age.h, from the length
+ * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
+ *
+ * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
+ * blocks; the one that is done last (a ticket in the list) writes the new state down.
+ */
+#ifndef TKVCU_APPEND_H
+#define TKVCU_APPEND_H
+
+
+typedef struct tkvcu_layer { /* on the device, for all sequences */
+    int32_t version;         /* of the table that blocks are coded with */
+    int32_t sinks;           /* tokens; -1: the layer has no blocks */
+} tkvcu_layer;
+
+typedef struct tkvcu_append_call {
+    const void *x[2]; /* k, v */
+    const int32_t *seq_map;
+    const tkvcu_layer *layer;
+    uint32_t *word;
+    int32_t type, n_tokens, max_tokens;
+    int32_t hot, warm; /* tokens of the tiers */
+    int32_t same;      /* 1: archive and warm are coded alike, and blocks move as they are */
+    int32_t fit, saturate;
+} tkvcu_append_call;
+
+#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that are done */
+
+/* >>ageing */
+typedef struct tkvcu_ages {
+    tkvcu_list list; /* as it becomes */
+    int32_t sinks, hot, warm, block;
+    int32_t from, to; /* regions of the block that is due; to < 0: none is any more */
+} tkvcu_ages;
+
+/* Finds the next block that is due, oldest first, and counts it as moved. */
+__host__ __device__ static inline int tkvcu_age_next(tkvcu_ages *a) {
+    tkvcu_list *l = &a->list;
+    for (;; a->block++) {
+        const int end = a->sinks + TKVI_BLOCK * (a->block + 1), is_warm = a->block < l->archive + l->warm;
+        const int age = l->len - end; /* below 0: it is not whole */
+        const int archive = age - a->hot >= a->warm;
+        if (age < a->hot || age < 0) return 0;
+        if (is_warm && !archive) {
+            a->block = l->archive + l->warm - 1; /* the younger warm ones stay as well */
+            continue;
+        }
+        a->from = is_warm ? TKVCU_WARM : TKVCU_HOT;
+        a->to = archive ? TKVCU_ARCHIVE : TKVCU_WARM;
+        if (is_warm) l->warm--;
+        if (archive) l->archive++;
+        else l->warm++;
+        a->block++;
+        return 1;
+    }
+}
+
+__host__ __device__ static inline tkvcu_ages tkvcu_ages_of(const tkvcu_list *l, int sinks, int hot,
+                                                           int warm) {
+    tkvcu_ages a;
+    a.list = *l;
+    a.sinks = sinks;
+    a.hot = hot;
+    a.warm = warm;
+    a.block = l->archive;
+    a.from = a.to = -1;
+    return a;
+}
+
+__host__ __device__ static inline uint8_t *tkvcu_block_at(const tkvcu_view *v, int region, int seq,
+                                                          int block) {
+    return v->bytes[region] + (size_t)seq * v->stride[region] +
+           (size_t)(block % v->ring[region]) * v->block[region];
+}
+
+__device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, int version, int region,
+                                                         int head, int which) {
+    return &v->side[((version * TKVCU_REGIONS + region) * v->n_kv_heads + head) * 2 + which];
+}
+
+/* This CTA's side of a block goes to another region. */
+__device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk *d,
+                                         int seq, const tkvcu_ages *a, int block, int head, int which,
+                                         int to_version) {
+    const int copy = c->same && a->from == TKVCU_WARM;
+    const int version =
+        a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
+    const tkvcu_side *from = tkvcu_side_at(v, version, a->from, head, which);
+    const tkvcu_side *to = tkvcu_side_at(v, copy ? version : to_version, a->to, head, which);
+    const uint8_t *src = tkvcu_block_at(v, a->from, seq, block) + from->at;
+    uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
+    uint32_t i;
+    if (copy) {
+        for (i = 8 * threadIdx.x; i < to->bytes; i += 8 * blockDim.x)
+            tkvi_store8(dst + i, tkvi_load8(src + i));
+        __syncthreads();
+    } else {
+        if (threadIdx.x == 0) {
+            tkvcu_side_open(v, from, which, 0, &d->format[0], &d->side[0]);
+            tkvcu_side_open(v, to, which, c->fit, &d->format[1], &d->side[1]);
+        }
+        __syncthreads();
+        tkvcu_decode(d, from, src);
+        tkvcu_encode(d, to->kind, dst);
+    }
+    if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
+        for (i = to->at + to->bytes + 8 * threadIdx.x; i < v->block[a->to]; i += 8 * blockDim.x)
+            tkvi_store8(whole + i, 0);
+}
+
+/* >>new tokens */
+/* Place of the row of a position, in the side at `s` of its block. */
+__device__ static inline uint8_t *tkvcu_row_at(const tkvcu_view *v, int seq, int position, int head,
+                                               int which, int *row) {
+    const int region = position < v->sinks ? TKVCU_SINKS : TKVCU_HOT;
+    const int behind = position - v->sinks, block = region == TKVCU_SINKS ? 0 : behind / TKVI_BLOCK;
+    *row = region == TKVCU_SINKS ? position : behind % TKVI_BLOCK;
+    return tkvcu_block_at(v, region, seq, block) + tkvcu_side_at(v, 0, region, head, which)->at;
+}
+
+__device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
+                                               int row, int len, int head, int which) {
+    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+    int t, i, place;
+    for (t = 0; t < c->n_tokens; t++) { /* blocks that begin: clean, as the host's */
+        uint8_t *bytes = tkvcu_row_at(v, seq, len + t, head, which, &place);
+        if (place == 0)
+            tkvcu_zero_bytes(
+                bytes, tkvcu_side_at(v, 0, len + t < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bytes);
+    }
+    __syncthreads();
+    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x) {
+        const int position = len + i / dim;
+        uint8_t *bytes = tkvcu_row_at(v, seq, position, head, which, &place);
+        const int bf16 =
+            tkvcu_side_at(v, 0, position < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bf16;
+        const ptrdiff_t at = first + (ptrdiff_t)(i / dim) * stride + i % dim;
+        float x = tkvi_element(c->x[which], (tkv_type)c->type, at);
+        if (c->saturate) x = tkvi_saturate(x);
+        tkvi_store16(bytes + 2 * ((size_t)place * (size_t)dim + (size_t)(i % dim)),
+                     bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x));
+    }
+}
+
+/* Is there a NaN or an infinity among what this CTA stores? */
+__device__ static inline int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row,
+                                            int head, int which) {
+    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+    int i, bad = 0;
+    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x)
+        bad |= !tkvi_is_finite(
+            tkvi_element(c->x[which], (tkv_type)c->type, first + (ptrdiff_t)(i / dim) * stride + i % dim));
+    return __syncthreads_or(bad);
+}
+
+/* The sequence of a row; -1: none. */
+__device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seqs, uint32_t *word) {
+    const int seq = map ? map[row] : row;
+    if (seq < n_seqs) return seq < 0 ? -1 : seq;
+    if (threadIdx.x == 0) atomicOr(word, TKVCU_WORD_SEQUENCE);
+    return -1;
+}
+
+/* What has been done becomes the state. */
+__device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
+                                           int refused) {
+    tkvcu_list *list = &v->list[seq];
+    tkvcu_ages a = tkvcu_ages_of(list, v->sinks, c->hot, c->warm);
+    while (tkvcu_age_next(&a))
+        if (!c->same || a.from != TKVCU_WARM)
+            v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)(a.block - 1)] =
+                (uint8_t)c->layer->version;
+    list->archive = a.list.archive;
+    list->warm = a.list.warm;
+    if (!refused) list->len += c->n_tokens;
+    list->step = 0;
+}
+
+__global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
+    TKVCU_SHARED(tkvcu_desk, d);
+    const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
+    const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
+    tkvcu_list list;
+    tkvcu_ages a;
+    int bad = 0;
+    if (seq < 0) return;
+    list = v.list[seq];
+    if (list.len > c.max_tokens - c.n_tokens) {
+        if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
+        return;
+    }
+    if (!c.saturate) bad = tkvcu_rows_bad(&v, &c, row, head, which);
+    a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
+    while (tkvcu_age_next(&a)) tkvcu_move(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+    if (!bad) tkvcu_store_rows(&v, &c, seq, row, list.len, head, which);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const int done =
+            atomicAdd(&v.list[seq].step, bad ? 1 + TKVCU_TICKET : 1) + (bad ? 1 + TKVCU_TICKET : 1);
+        if (bad) atomicOr(c.word, TKVCU_WORD_NOT_FINITE);
+        if (done % TKVCU_TICKET == (int)gridDim.x) {
+            __threadfence();
+            tkvcu_settle(&v, &c, seq, done / TKVCU_TICKET);
+        }
+    }
+}
+
+/* >>cuts */
+/* A thread for each sequence: all of its layers, or none. */
+__global__ void __launch_bounds__(TKVCU_ENCODERS)
+    tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
+                      const int32_t *lengths, uint32_t *word) {
+    const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    int i, n;
+    if (seq >= n_seqs) return;
+    n = lengths[seq];
+    for (i = 0; i < n_layers && n > 0; i++) {
+        const tkvcu_list *l = &lists[(size_t)i * (size_t)n_seqs + (size_t)seq];
+        const int coded = l->archive + l->warm;
+        if (layer[i].sinks < 0 || n >= l->len || coded == 0) continue;
+        if (n < layer[i].sinks + TKVI_BLOCK * coded) {
+            atomicOr(word, TKVCU_WORD_INEXACT);
+            return;
+        }
+    }
+    for (i = 0; i < n_layers && n >= 0; i++) {
+        tkvcu_list *l = &lists[(size_t)i * (size_t)n_seqs + (size_t)seq];
+        if (layer[i].sinks < 0 || n >= l->len) continue;
+        l->len = n;
+        if (n == 0) l->archive = l->warm = 0;
+    }
+}
+
+#endif /* TKVCU_APPEND_H */
+/* ======== unpack.h ======== */
+/*
+ * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's matrix product, 16 rows of 16 halves.
+ *
+ * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t takes words
+ * 2 g and 2 g + 1 of one of four tiles, tile t: 256 bytes one after the other for the warp, or as many for each vector.
+ *
+ *   K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels
+ *   V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens
+ *
+ *   row g = word 2 g, row g + 8 = word 2 g + 1;   k = 2 t, 2 t + 1: bytes 0, 2 of tile t;   k + 8: bytes 1, 3
+ *
+ * So one product takes a plane of four tiles. A field of bits b .. in the mantissa of 1024.0 makes 1024 + 2^b code:
+ * one instruction for two codes, with every plane where it lies; 2^b, the factor of width and plane, is taken out by
+ * whoever uses it, the 1024 as well. Fields are moved up as far as all planes stay within the ten bits: the less is
+ * lost beside the 1024.
+ *
+ *        half word, 2 bits:  . . . . . . 3 3 2 2 1 1 0 0 . .    after  << 2 (bytes 0, 2) or >> 6 (bytes 1, 3)
+ */
+#ifndef TKVCU_UNPACK_H
+#define TKVCU_UNPACK_H
+
+
+#define TKVCU_MAGIC 0x64006400u /* 1024.0, twice */
+
+struct alignas(8) tkvcu_words {
+    uint32_t x, y;
+};
+
+/* Where the fields of a width lie in a half word after the shifts below: plane 0, step to the next plane, planes that
+ * share a word; vectors of 64 bytes of the wide part. */
+template <int W> struct tkvcu_field;
+template <> struct tkvcu_field<1> {
+    enum { up = 6, step = 1, share = 4, vectors = 0, half = 1, wide = 0 };
+};
+template <> struct tkvcu_field<2> {
+    enum { up = 2, step = 2, share = 4, vectors = 1, half = 0, wide = 2 };
+};
+template <> struct tkvcu_field<3> {
+    enum { up = 1, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
+};
+template <> struct tkvcu_field<4> {
+    enum { up = 2, step = 4, share = 2, vectors = 2, half = 0, wide = 4 };
+};
+template <> struct tkvcu_field<5> {
+    enum { up = 1, step = 4, share = 2, vectors = 2, half = 1, wide = 4 };
+};
+template <> struct tkvcu_field<6> {
+    enum { up = 0, step = 4, share = 2, vectors = 3, half = 0, wide = 4 };
+};
+template <> struct tkvcu_field<8> {
+    enum { up = 2, step = 0, share = 1, vectors = 4, half = 0, wide = 8 };
+};
+
+/* The lowest bit of plane p's field. */
+template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
+    return (int)tkvcu_field<W>::up + (int)tkvcu_field<W>::step * (p % (int)tkvcu_field<W>::share);
+}
+
+/* 2^-bit: undoes the factor of a plane. */
+template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float)(1 << tkvcu_bit<W>(p)); }
+
+/* One lane's words of a tile, bytes 0 and 2 (even) and 1 and 3 (odd) of words 2 g and 2 g + 1, where the fields lie as
+ * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
+template <int W> struct tkvcu_tile {
+    enum {
+        n = tkvcu_field<W>::wide == 8   ? 4
+            : tkvcu_field<W>::wide == 4 ? 2
+            : tkvcu_field<W>::wide == 2 ? 1
+                                        : 0
+    };
+    uint32_t even[n + 1][2], odd[n + 1][2];
+    uint32_t even_extra[2], odd_extra[2];
+};
+
+TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *vector, int g) {
+    return *(const tkvcu_words *)(const void *)(vector + 8 * g);
+}
+
+/* wide: the tile's wide part; half: the 64-byte vector with its top bits, in bits 0..3 or (upper = 4) 4..7. */
+template <int W>
+TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
+    typedef tkvcu_field<W> f;
+    int v;
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
+        const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
+        t.even[v][0] = w.x << f::up;
+        t.even[v][1] = w.y << f::up;
+        t.odd[v][0] = w.x >> (8 - f::up);
+        t.odd[v][1] = w.y >> (8 - f::up);
+    }
+    if (f::half == 1) { /* bit p of it comes to bit p + up + the fields' own width */
+        const int to = (int)f::up + (int)f::wide;
+        const tkvcu_words w = tkvcu_two(half, g);
+        /* to - upper may be negative: via the left, one shift more, for the even bytes */
+        t.even_extra[0] = (w.x << to) >> upper;
+        t.even_extra[1] = (w.y << to) >> upper;
+        t.odd_extra[0] = w.x >> (8 - to + upper);
+        t.odd_extra[1] = w.y >> (8 - to + upper);
+    } else if (W == 6) {
+        const tkvcu_words w = tkvcu_two(wide + 128, g);
+        t.even_extra[0] = w.x;
+        t.even_extra[1] = w.y;
+        t.odd_extra[0] = w.x >> 8;
+        t.odd_extra[1] = w.y >> 8;
+    }
+}
+
+template <int N> TKVCU_DEVICE uint32_t tkvcu_move(uint32_t x) {
+    return N >= 0 ? x << (N & 31) : x >> (-N & 31);
+}
+
+/* Plane P of it: 1024 + factor * code, as a matrix product's first operand. */
+template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4]) {
+    typedef tkvcu_field<W> f;
+    const int v = f::wide > 0 ? P / f::share : 0;
+    const int bit = f::up + f::step * (P % f::share);
+    const uint32_t mask = f::wide > 0 ? ((1u << f::wide) - 1u) * 0x00010001u << bit : 0;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        uint32_t even = TKVCU_MAGIC, odd = TKVCU_MAGIC;
+        if (f::wide > 0) {
+            even = tkvcu_pick(t.even[v][i], mask, even);
+            odd = tkvcu_pick(t.odd[v][i], mask, odd);
+        }
+        if (f::half == 1) { /* the bit is at up + wide + P and belongs to bit + wide */
+            enum { by = f::step * (P % f::share) - P };
+            const uint32_t one = 0x00010001u << (bit + f::wide);
+            even = tkvcu_pick(tkvcu_move<by>(t.even_extra[i]), one, even);
+            odd = tkvcu_pick(tkvcu_move<by>(t.odd_extra[i]), one, odd);
+        } else if (W == 6) {
+            enum { by = 4 + 4 * (P % 2) - 2 * P };
+            const uint32_t two = 0x00030003u << (bit + 4);
+            even = tkvcu_pick(tkvcu_move<by>(t.even_extra[i]), two, even);
+            odd = tkvcu_pick(tkvcu_move<by>(t.odd_extra[i]), two, odd);
+        }
+        a[i] = even;
+        a[2 + i] = odd;
+    }
+}
+
+/* Where the tiles of a side lie: runs of widths, widest first, then the 1-bit vectors (tile.h). */
+struct tkvcu_tiles {
+    uint32_t wide, halves; /* bytes from the side's start */
+    int half;              /* number of the next 1-bit half */
+};
+
+#endif /* TKVCU_UNPACK_H */
+/* ======== attend.h ======== */
+/*
+ * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
+ *
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
+ * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
+ * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
+ * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
+ * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
+ * slots up, in order: no atomics, the same bits each time.
+ *
+ *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
+ *     blocks   |    0    |    1    |    2    |    3    |  ...
+ *
+ * In a block of threads, per warp:
+ *
+ *     global --cp.async--> ring of slots (K side, V side, K side, ...)
+ *     K: metadata of 4 channels a lane -> scale and zero as halves; codes -> fragments (unpack.h)
+ *        S = codes (q scale) - 1024 (q scale) + zero q         tokens x columns, 16 tokens a plane
+ *     softmax: the running maximum moves only when it has grown by more than 4 (in log2)
+ *     V: P = p scale / factor, through shared memory into the second operand's order
+ *        O += codes P - 1024 P                                 channels x columns, a slab of 16 channels
+ *
+ * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The 1024 comes
+ * off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
+ */
+#ifndef TKVCU_ATTEND_H
+#define TKVCU_ATTEND_H
+
+
+#define TKVCU_WARPS 4 /* of a block */
+#define TKVCU_THREADS (32 * TKVCU_WARPS)
+#define TKVCU_SLOTS 3        /* sides in flight or in use, per warp */
+#define TKVCU_PARTS 3        /* archive, warm, exact */
+#define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
+#define TKVCU_START -1e29f
+#define TKVCU_LIFT 8.0f /* weights are 2^8 times what they are: small ones stay normal halves */
+
+typedef struct tkvcu_job { /* a call, as kernels see it */
+    tkvcu_view view;
+    const void *q;
+    void *out;
+    float *lse;
+    const float *sinks;     /* learned, [n_heads] */
+    const int32_t *entries; /* sequence of each entry; NULL: 0, 1, ...; a negative one: none */
+    uint32_t *word;
+    float *partial;                                 /* the workspace */
+    int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
+    float scale, softcap;
+    int slot_bytes, meta_bytes; /* shared memory of a warp: a slot of the ring; decoded metadata */
+} tkvcu_job;
+
+/* >>where the units are */
+typedef struct tkvcu_reach { /* of one entry: units of a KV head in each part, and the first that is seen */
+    int first;               /* block */
+    int units[TKVCU_PARTS];
+    int sinks; /* of the exact units, those of the sinks */
+    int len, seq;
+} tkvcu_reach;
+
+TKVCU_DEVICE int tkvcu_div_up(int a, int b) { return (a + b - 1) / b; }
+
+TKVCU_DEVICE tkvcu_reach tkvcu_reach_of(const tkvcu_job &j, int entry) {
+    tkvcu_reach r;
+    tkvcu_list list;
+    int coded, hot, behind;
+    r.seq = j.entries ? j.entries[entry] : entry;
+    if (r.seq < 0 || r.seq >= j.view.n_seqs) {
+        memset(&r, 0, sizeof r);
+        r.seq = -1;
+        return r;
+    }
+    list = j.view.list[r.seq];
+    coded = list.archive + list.warm;
+    r.len = list.len;
+    r.sinks = tkvcu_div_up(list.len < j.view.sinks ? list.len : j.view.sinks, 16);
+    r.first = 0;
+    if (j.window) { /* what the oldest query does not see any more */
+        const int unseen = list.len - j.n_queries - j.window + 1;
+        if (unseen > j.view.sinks) r.first = (unseen - j.view.sinks) / 64;
+        if (unseen >= j.view.sinks) r.sinks = 0;
+    }
+    r.units[0] = list.archive > r.first ? list.archive - r.first : 0;
+    behind = r.first > list.archive ? r.first : list.archive;
+    r.units[1] = coded > behind ? coded - behind : 0;
+    behind = r.first > coded ? r.first : coded;
+    hot = list.len - j.view.sinks - 64 * behind;
+    r.units[2] = r.sinks + (hot > 0 ? tkvcu_div_up(hot, 16) : 0);
+    return r;
+}
+
+/* Of one part: registers have no index that is known only when it runs. */
+TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
+    return part == 0 ? r.units[0] : part == 1 ? r.units[1] : r.units[2];
+}
+
+TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
+
+TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
+
+/* >>elements of the caller's arrays */
+TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
+    uint32_t h;
+    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
+    h = ((const uint16_t *)x)[at];
+    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
+}
+
+TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
+    if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
+    else
+        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+}
+
+TKVCU_DEVICE float tkvcu_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+/* 2^(k / 16) as logscale.h rounds it, k 0 .. 15, as bits of a float. */
+TKVCU_DEVICE uint32_t tkvcu_log_mantissa(int k) {
+    const float m = (float)(int)(exp2f((float)(16 * 10 + k) * 0.0625f) + 0.5f) * 0.0009765625f;
+    uint32_t u;
+    memcpy(&u, &m, 4);
+    return u;
+}
+
+/* logscale.h; mantissa: 16 of these (shared memory). */
+TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
+    const uint32_t i = code - 1u;
+    if (code == 0) return 0.0f;
+    return tkvcu_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
+}
+
+/* Nothing becomes infinite. */
+TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
+    lo = fminf(fmaxf(lo, -65504.0f), 65504.0f);
+    hi = fminf(fmaxf(hi, -65504.0f), 65504.0f);
+    return tkvcu_f16x2(lo, hi);
+}
+
+/* >>what a block of threads shares, and what a warp has of its own */
+struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
+    tkvcu_words scale, zero;
+};
+
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
+ * way. In shared memory: registers are for sums. */
+struct tkvcu_task {
+    tkvcu_reach reach;
+    int entry, head, part;
+    int at, left;               /* unit in the part, and units of it that are still to do */
+    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
+    int unit, end;              /* of all units */
+};
+
+template <int D, int NT> struct tkvcu_block {
+    tkvcu_task task;
+    tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
+    tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
+    float mean[8 * NT];                /* q times the static means */
+    uint32_t mantissa[16];
+    int other[TKVCU_THREADS]; /* bits: not the same version */
+    tkvcu_side side[2];       /* of the run */
+};
+
+template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; columns 2 t, 2 t + 1 */
+    float m[NT][2], l[NT][2];
+};
+
+template <int D, int NT, int VG> struct tkvcu_sums {
+    tkvcu_part<NT> soft;
+    float o[D / 16][NT][4]; /* channels x columns */
+    float zero[VG][NT][2];  /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
+    int top;                /* o and zero are in units of 2^top */
+};
+
+struct tkvcu_lane {
+    int warp, lane, g, t;
+    uint8_t *ring;
+    tkvcu_scales *meta;
+    float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
+    uint8_t *p;          /* [NT][64 rows][8 columns] halves */
+};
+
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
+    int nt, i, c;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            TKVCU_UNROLL
+            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
+        }
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            u.soft.m[nt][i] = TKVCU_START;
+            u.soft.l[nt][i] = 0.0f;
+            TKVCU_UNROLL
+            for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
+        }
+    }
+    u.top = 0;
+}
+
+/* >>loading */
+TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
+    uint32_t i;
+    for (i = 16u * (uint32_t)lane; i < bytes; i += 512u) tkvcu_cp_async16(slot + i, from + i);
+}
+
+/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
+ * there are copies of the last one. */
+template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
+    int i;
+    for (i = lane; i < 16 * (D / 8); i += 32) {
+        const int row = i / (D / 8), chunk = i % (D / 8), there = row < rows ? row : rows - 1;
+        tkvcu_cp_async16(slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7))),
+                         from + there * (2 * D) + 16 * chunk);
+    }
+}
+
+/* >>K */
+/* Width of slab `slab` of an A side; its tiles' order is that of the widths. */
+TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s, int slab) {
+    int w;
+    for (w = 6; w > 0; w--) {
+        if (slab < s.slabs[w]) break;
+        slab -= s.slabs[w];
+    }
+    return w;
+}
+
+/* Scales and zeros of each tile, as halves. A: format_a.h without the static mean. */
+template <int D>
+TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
+                               const uint32_t *mantissa) {
+    const uint8_t *m = slot + s.code_bytes;
+    int i;
+    for (i = lane; i < D / 4; i += 32) {
+        tkvcu_scales x;
+        if (s.kind == TKVCU_KIVI) {
+            const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
+            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
+            x.scale.x = tkvcu_prmt(a.x, a.y, 0x5410);
+            x.scale.y = tkvcu_prmt(a.x, a.y, 0x7632);
+            x.zero.x = tkvcu_prmt(z.x, z.y, 0x5410);
+            x.zero.y = tkvcu_prmt(z.x, z.y, 0x7632);
+        } else {
+            const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
+            const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
+            const int width = tkvcu_width_of(s, i / 4);
+            if (width == 0) { /* the block's mean as a half, low bytes and high bytes apart */
+                x.scale.x = x.scale.y = 0;
+                x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
+                x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
+            } else {
+                const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
+                float scale[4], zero[4];
+                int r;
+                TKVCU_UNROLL
+                for (r = 0; r < 4; r++) {
+                    const int offset = (int)(int8_t)(uint8_t)(offsets >> 8 * r & 255u);
+                    scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
+                    zero[r] = scale[r] * ((float)offset * unit - middle);
+                }
+                x.scale.x = tkvcu_halves(scale[0], scale[2]);
+                x.scale.y = tkvcu_halves(scale[1], scale[3]);
+                x.zero.x = tkvcu_halves(zero[0], zero[2]);
+                x.zero.y = tkvcu_halves(zero[1], zero[3]);
+            }
+        }
+        meta[i] = x;
+    }
+}
+
+/* n slabs, all of width W: S += codes (q scale). */
+template <int W, int NT>
+TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
+    const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
+    float run[4][NT][4], bias[NT][4];
+    int i, k, nt;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        bias[nt][i] = 0.0f;
+        run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
+    }
+    TKVCU_ROLL
+    for (k = 0; k < n; k++) {
+        const tkvcu_words m = meta[4 * k + t].scale;
+        uint32_t scaled[NT][2], a[4];
+        tkvcu_tile<W> tile;
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
+            scaled[nt][0] = tkvcu_hmul2(x.x, m.x);
+            scaled[nt][1] = tkvcu_hmul2(x.y, m.y);
+            tkvcu_mma_f16(bias[nt], minus, scaled[nt]);
+        }
+        tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
+                       slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
+#define TKVCU_PLANE_(P)                                                                                      \
+    {                                                                                                        \
+        tkvcu_fragment<W, P>(tile, a);                                                                       \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
+    }
+        TKVCU_PLANE_(0)
+        TKVCU_PLANE_(1)
+        TKVCU_PLANE_(2)
+        TKVCU_PLANE_(3)
+#undef TKVCU_PLANE_
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < 4; k++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
+}
+
+/* A run of a width that is known when it runs. */
+template <int NT>
+TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
+    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
+    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
+    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
+}
+
+/* Bytes of a tile beside its 1-bit half, by width. */
+TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
+    return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
+}
+
+/* S = zeros q and static means q, all slabs: the same for all tokens. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const tkvcu_scales *meta,
+                                const float *mean, int g, int t) {
+    int p, k, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        const tkvcu_words m = meta[4 * k + t].zero;
+        const uint32_t z[4] = {m.x, m.x, m.y, m.y};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
+            const uint32_t plain[2] = {x.x, x.y};
+            tkvcu_mma_f16(s[0][nt], z, plain);
+        }
+    }
+    TKVCU_UNROLL
+    for (p = 1; p < 4; p++) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) s[p][nt][i] = s[0][nt][i];
+        }
+    }
+}
+
+/* All slabs of a K side; those without bits are means alone. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+    tkvcu_tiles at;
+    int w, done = 0;
+    at.wide = 0;
+    at.half = 0;
+    if (side.kind == TKVCU_KIVI) {
+        at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
+        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
+        return;
+    }
+    at.halves = 0;
+    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
+    for (w = 6; w > 0; w--) {
+        const int n = side.slabs[w];
+        if (n == 0) continue;
+        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
+        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
+        at.half += w % 2 ? 4 * n : 0;
+        done += n;
+    }
+}
+
+/* >>softmax */
+TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
+    const float log2e = 1.44269504f;
+    if (j.softcap > 0.0f) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
+    return s * (j.scale * log2e);
+}
+
+/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
+ * began. */
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
+    int nt, i, k, grew = 0;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float x = most[nt][i];
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+        most[nt][i] = x;
+        grew |= x > u.soft.m[nt][i] + 4.0f;
+    }
+    if (!__any_sync(0xffffffffu, grew)) return;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        const float m = fmaxf(u.soft.m[nt][i], most[nt][i]), by = tkvcu_ex2(u.soft.m[nt][i] - m);
+        u.soft.m[nt][i] = m;
+        u.soft.l[nt][i] *= by;
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) {
+            u.o[k][nt][i] *= by;
+            u.o[k][nt][2 + i] *= by;
+        }
+        TKVCU_UNROLL
+        for (k = 0; k < VG; k++) u.zero[k][nt][i] *= by;
+    }
+}
+
+/* >>V */
+/* Scales of the tokens, with what undoes their plane's factor; KIVI: zeros. 2^-top times. */
+TKVCU_DEVICE void tkvcu_v_meta(const tkvcu_side &s, const uint8_t *slot, float *out, int groups, int lane,
+                               const uint32_t *mantissa) {
+    const uint8_t *m = slot + s.code_bytes;
+    const int width = s.half_bits == 3 ? 0 : s.half_bits / 2;
+    int i, k;
+    for (i = lane; i < 64 * groups; i += 32) {
+        const int plane = i % 16 / 4;
+        const int up = width == 1   ? 6 + plane
+                       : width == 2 ? 2 + 2 * plane
+                       : width == 3 ? 1 + 2 * plane
+                       : width == 4 ? 2 + plane % 2 * 4
+                       : width == 8 ? 2
+                                    : 0;
+        const float undo = tkvcu_from_bits((uint32_t)(127 - up) << 23);
+        if (s.kind == TKVCU_R) {
+            out[i] = tkvcu_log_value(m[i], 0, mantissa) * undo;
+        } else {
+            const uint32_t scale = *(const uint16_t *)(const void *)(m + 2 * i);
+            const uint32_t zero = *(const uint16_t *)(const void *)(m + 128 * groups + 2 * i);
+            k = 64 * groups + i;
+            out[i] = tkvcu_f16_lo(scale) * undo;
+            out[k] = tkvcu_f16_lo(zero);
+        }
+    }
+}
+
+/* Weights p (lane's rows and columns) as second operands of V's product. */
+template <int NT>
+TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_t *memory,
+                             uint32_t b[4][NT][2], int g, int t, int lane) {
+    int p, nt, s;
+    __syncwarp();
+    TKVCU_UNROLL
+    for (p = 0; p < 4; p++) {
+        const float x = scale[16 * p + 2 * g], y = scale[16 * p + 2 * g + 1];
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            uint8_t *at = memory + 1024 * nt + 4 * t;
+            *(uint32_t *)(void *)(at + 16 * (16 * p + (g ^ 2 * p))) =
+                tkvcu_f16x2(fminf(w[p][nt][0] * x, 65504.0f), fminf(w[p][nt][1] * x, 65504.0f));
+            *(uint32_t *)(void *)(at + 16 * (16 * p + 8 + (g ^ (2 * p + 1)))) =
+                tkvcu_f16x2(fminf(w[p][nt][2] * y, 65504.0f), fminf(w[p][nt][3] * y, 65504.0f));
+        }
+    }
+    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (s = 0; s < 4; s += 2) { /* matrices: steps s and s + 1, bytes 0, 2 and 1, 3 */
+        const int odd = lane / 8 % 2, row = 2 * (s + lane / 16) + lane % 2, plane = lane % 8 / 2;
+        uint32_t r[4];
+        tkvcu_ldmatrix_x4_trans(r,
+                                memory + 1024 * nt + 16 * (16 * plane + 8 * odd + (row ^ (2 * plane + odd))));
+        b[s][nt][0] = r[0];
+        b[s][nt][1] = r[1];
+        b[s + 1][nt][0] = r[2];
+        b[s + 1][nt][1] = r[3];
+    }
+}
+
+/* Slabs first .. first+n-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
+template <int D, int W, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uint32_t halves,
+                              const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
+    float bias[NT][4];
+    int i, k, nt;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
+    TKVCU_UNROLL
+    for (k = 0; k < 4; k++) { /* 1024, or 1024 + middle * factor, is a half exactly: of up to 4 bits */
+        const float middle = rotated ? 0.5f * (float)((1 << W) - 1) * (float)(1 << tkvcu_bit<W>(k)) : 0.0f;
+        const uint32_t x = tkvcu_f16x2(-1024.0f - middle, -1024.0f - middle), a[4] = {x, x, x, x};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(bias[nt], a, b[k][nt]);
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        float sum[NT][4];
+        uint32_t a[4];
+        tkvcu_tile<W> tile;
+        if (k < first || k >= first + n) continue;
+        tkvcu_fetch<W>(tile, slot + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
+                       slot + halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+#define TKVCU_PLANE_(P)                                                                                      \
+    tkvcu_fragment<W, P>(tile, a);                                                                           \
+    TKVCU_UNROLL                                                                                             \
+    for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
+        TKVCU_PLANE_(0)
+        TKVCU_PLANE_(1)
+        TKVCU_PLANE_(2)
+        TKVCU_PLANE_(3)
+#undef TKVCU_PLANE_
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) u.o[k][nt][i] += sum[nt][i];
+    }
+}
+
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
+                                const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
+    const uint32_t halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(width);
+    if (width == 2) tkvcu_v_run<D, 2, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+    else if (width == 3) tkvcu_v_run<D, 3, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+    else if (width == 4) tkvcu_v_run<D, 4, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+    else if (width == 1) tkvcu_v_run<D, 1, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+    else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+}
+
+/* >>units */
+TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
+    return k.reach.len - j.n_queries + (k.column + column) / k.group;
+}
+
+TKVCU_DEVICE int tkvcu_sees(const tkvcu_job &j, int query, int position) {
+    return position <= query && (j.window == 0 || position > query - j.window);
+}
+
+/* Logits and weights of a coded unit in place: s[plane][n-tile][row of the lane, column]. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u,
+                              float s[4][NT][4], int position, int g, int t) {
+    const int oldest = k.reach.len - j.n_queries;
+    const int masked = position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window);
+    float most[NT][2];
+    int p, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            float x = tkvcu_logit(j, s[p][nt][i]);
+            if (masked) {
+                const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
+                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
+            }
+            s[p][nt][i] = x;
+            most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+        }
+    }
+    tkvcu_follow(u, most);
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        u.soft.l[nt][i % 2] += s[p][nt][i];
+    }
+}
+
+/* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
+                                int position) {
+    const tkvcu_side &side = b.side[0];
+    tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
+    __syncwarp();
+    tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
+}
+
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
+                                const float s[4][NT][4], const uint8_t *slot) {
+    const tkvcu_side &side = b.side[1];
+    const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
+    const int width = side.half_bits / 2;
+    uint32_t w[4][NT][2];
+    int i, p, nt;
+    tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
+    __syncwarp();
+    if (side.kind == TKVCU_KIVI) {
+        TKVCU_UNROLL
+        for (i = 0; i < VG; i++) {
+            const float *zero = me.weights_meta + 64 * (groups + i);
+            if (i >= groups) continue;
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) {
+                const float x = zero[16 * p + 2 * me.g], y = zero[16 * p + 2 * me.g + 1];
+                u.zero[i][nt][0] += s[p][nt][0] * x + s[p][nt][2] * y;
+                u.zero[i][nt][1] += s[p][nt][1] * x + s[p][nt][3] * y;
+            }
+        }
+    }
+    if (VG == 1 || groups == 1) {
+        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    } else {
+        for (i = 0; i < groups; i++) {
+            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
+            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
+        }
+    }
+}
+
+/* 16 exact tokens. Here rows g and g + 8 are tokens, or channels, g and g + 8. */
+template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, int row, int chunk) {
+    return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
+}
+
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
+                                int rows) {
+    const int i8 = me.lane % 8, m = me.lane / 8;
+    float most[NT][2];
+    int c, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) s[nt][0] = s[nt][1] = s[nt][2] = s[nt][3] = 0.0f;
+    TKVCU_UNROLL
+    for (c = 0; c < D / 16; c++) {
+        uint32_t a[4];
+        tkvcu_ldmatrix_x4(a, tkvcu_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words x = b.q[c][nt][me.lane];
+            const uint32_t q[2] = {x.x, x.y};
+            if (b.side[0].bf16) {
+                const tkvcu_words y = b.q_low[c][nt][me.lane];
+                const uint32_t low[2] = {y.x, y.y};
+                tkvcu_mma_bf16(s[nt], a, q);
+                tkvcu_mma_bf16(s[nt], a, low);
+            } else {
+                tkvcu_mma_f16(s[nt], a, q);
+            }
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) {
+            const int row = me.g + i / 2 * 8,
+                      query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
+            s[nt][i] =
+                row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
+            most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
+        }
+    }
+    tkvcu_follow(u, most);
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        s[nt][i] = tkvcu_ex2(s[nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        u.soft.l[nt][i % 2] += s[nt][i];
+    }
+}
+
+/* Weights of 16 tokens as the second operand. */
+template <int NT>
+TKVCU_DEVICE void tkvcu_turn_exact(const uint32_t w[NT][2], uint8_t *memory, uint32_t b[NT][2], int g, int t,
+                                   int lane) {
+    uint32_t r[4];
+    int nt;
+    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        *(uint32_t *)(void *)(memory + 1024 * nt + 16 * g + 4 * t) = w[nt][0];
+        *(uint32_t *)(void *)(memory + 1024 * nt + 16 * (g + 8) + 4 * t) = w[nt][1];
+    }
+    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        tkvcu_ldmatrix_x4_trans(r, memory + 1024 * nt + 16 * (lane % 16));
+        b[nt][0] = r[0];
+        b[nt][1] = r[1];
+    }
+}
+
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
+                                const float s[NT][4], const uint8_t *slot) {
+    const int i8 = me.lane % 8, m = me.lane / 8, bf16 = b.side[1].bf16;
+    uint32_t w[NT][2], p[NT][2], low[NT][2];
+    int c, nt;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        w[nt][0] = bf16 ? tkvcu_bf16x2(s[nt][0], s[nt][1]) : tkvcu_f16x2(s[nt][0], s[nt][1]);
+        w[nt][1] = bf16 ? tkvcu_bf16x2(s[nt][2], s[nt][3]) : tkvcu_f16x2(s[nt][2], s[nt][3]);
+    }
+    tkvcu_turn_exact<NT>(w, me.p, p, me.g, me.t, me.lane);
+    if (bf16) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            w[nt][0] = tkvcu_bf16x2(s[nt][0] - tkvcu_bf16_lo(w[nt][0]), s[nt][1] - tkvcu_bf16_hi(w[nt][0]));
+            w[nt][1] = tkvcu_bf16x2(s[nt][2] - tkvcu_bf16_lo(w[nt][1]), s[nt][3] - tkvcu_bf16_hi(w[nt][1]));
+        }
+        tkvcu_turn_exact<NT>(w, me.p, low, me.g, me.t, me.lane);
+    }
+    TKVCU_UNROLL
+    for (c = 0; c < D / 16; c++) {
+        uint32_t a[4];
+        tkvcu_ldmatrix_x4_trans(a, tkvcu_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            if (bf16) {
+                tkvcu_mma_bf16(u.o[c][nt], a, p[nt]);
+                tkvcu_mma_bf16(u.o[c][nt], a, low[nt]);
+            } else {
+                tkvcu_mma_f16(u.o[c][nt], a, p[nt]);
+            }
+        }
+    }
+}
+
+/* >>runs: units of one region and one version, so that all is read in one way */
+/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
+ * for exact rows. */
+template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+    const tkvcu_side &side = b.side[0];
+    const tkvcu_task &k = b.task;
+    const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
+    const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
+    int i, c, r;
+    for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
+        const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, column = k.column + 8 * nt + lane / 4;
+        const int t = lane % 4;
+        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (column < k.columns) {
+            const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
+            const size_t head = (size_t)(k.head * k.group + column % k.group);
+            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
+            TKVCU_UNROLL
+            for (r = 0; r < 4; r++) {
+                const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
+                x[r] = tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            }
+        }
+        if (exact && side.bf16) {
+            const uint32_t lo = tkvcu_bf16x2(x[0], x[1]), hi = tkvcu_bf16x2(x[2], x[3]);
+            b.q[slab][nt][lane].x = lo;
+            b.q[slab][nt][lane].y = hi;
+            b.q_low[slab][nt][lane].x = tkvcu_bf16x2(x[0] - tkvcu_bf16_lo(lo), x[1] - tkvcu_bf16_hi(lo));
+            b.q_low[slab][nt][lane].y = tkvcu_bf16x2(x[2] - tkvcu_bf16_lo(hi), x[3] - tkvcu_bf16_hi(hi));
+        } else if (exact) {
+            b.q[slab][nt][lane].x = tkvcu_halves(x[0], x[1]);
+            b.q[slab][nt][lane].y = tkvcu_halves(x[2], x[3]);
+        } else {
+            b.q[slab][nt][lane].x = tkvcu_halves(x[0], x[2]);
+            b.q[slab][nt][lane].y = tkvcu_halves(x[1], x[3]);
+        }
+    }
+    for (i = tid / 32; i < 8 * NT; i += TKVCU_WARPS) { /* a warp a column */
+        float sum = 0.0f;
+        if (order && k.column + i < k.columns) {
+            const int column = k.column + i;
+            const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
+            const size_t head = (size_t)(k.head * k.group + column % k.group);
+            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
+            for (c = tid % 32; c < D; c += 32)
+                sum += tkvcu_element(j.q, j.type, at + order[c]) * j.view.mean[side.table + c];
+        }
+        TKVCU_UNROLL
+        for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
+        if (tid % 32 == 0) b.mean[i] = sum;
+    }
+}
+
+/* The sums in other units. */
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
+    const int by = u.top - top;
+    int k, nt, i;
+    if (by == 0) return;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) u.o[k][nt][i] = ldexpf(u.o[k][nt][i], by);
+    }
+    u.top = top;
+}
+
+/* Rows of the task's region that are there, from 16 exact ones' first on. */
+TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
+    const int sinks = tkvi_min(j.view.sinks, k.reach.len);
+    return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
+}
+
+/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
+ * lies beyond the run is an empty group of copies, so that counting them goes on. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
+    const tkvcu_task &k = b.task;
+    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+    if (nth < k.n) {
+        const int block = EXACT ? unit / 4 : unit;
+        const tkvcu_side &side = b.side[i % 2];
+        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
+                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
+        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
+        else tkvcu_load(slot, from, side.bytes, me.lane);
+    }
+    tkvcu_cp_async_commit();
+}
+
+/* Side number i has come. */
+template <int D, int NT, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                      int i) {
+    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
+    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+    __syncwarp();
+    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+}
+
+/* The task's run; its sides are in b. */
+template <int D, int NT, int VG, int EXACT>
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                                  tkvcu_sums<D, NT, VG> &u) {
+    int i;
+    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
+    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
+        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
+        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+        float s[4][NT][4];
+        if (EXACT) {
+            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_v(b, me, u, s[0], slot);
+        } else {
+            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
+            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_v(b, me, u, s, slot);
+        }
+    }
+    tkvcu_cp_async_wait<0>();
+}
+
+/* Blocks from `block` on, at most n, that have its version. */
+template <int D, int NT>
+TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, int block, int n) {
+    const uint8_t *version =
+        j.view.version + (size_t)b.task.reach.seq * (size_t)j.view.max_blocks + (size_t)block;
+    int from, i;
+    for (from = 0; from < n; from += TKVCU_THREADS) {
+        i = from + (int)threadIdx.x;
+        b.other[threadIdx.x] = i < n && version[i] != version[0];
+        __syncthreads();
+        for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
+            if (b.other[i]) return from + i;
+        __syncthreads();
+    }
+    return n;
+}
+
+/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
+    const tkvcu_task &k = b.task;
+    float *mine = (float *)(void *)me.ring;
+    const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
+    float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
+    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
+    int nt, i, c, w;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float *column = mine + (8 * nt + 2 * me.t + i) * (D + 2);
+        float l = u.soft.l[nt][i];
+        TKVCU_UNROLL
+        for (c = 4; c < 32; c *= 2) l += __shfl_xor_sync(0xffffffffu, l, c);
+        TKVCU_UNROLL
+        for (c = 0; c < VG; c++) TKVCU_UNROLL
+        for (w = 4; w < 32; w *= 2) u.zero[c][nt][i] += __shfl_xor_sync(0xffffffffu, u.zero[c][nt][i], w);
+        if (me.g == 0) {
+            column[0] = u.soft.m[nt][i];
+            column[1] = l;
+        }
+        TKVCU_UNROLL
+        for (c = 0; c < D / 16; c++) {
+            float zero = 0.0f;
+            TKVCU_UNROLL
+            for (w = 0; w < VG; w++) /* an index that is known: these are registers */
+                if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
+            const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
+            column[at] = ldexpf(u.o[c][nt][i], u.top) + zero;
+            column[at + (exact ? 8 : 1)] = ldexpf(u.o[c][nt][2 + i], u.top) + zero;
+        }
+    }
+    __syncthreads();
+    for (i = (int)threadIdx.x; i < 8 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+        const int column = i / (D + 1), at = i % (D + 1);
+        float m = TKVCU_NOTHING, sum = 0.0f;
+        for (w = 0; w < TKVCU_WARPS; w++)
+            m = fmaxf(m, ((const float *)(const void *)(rings + (size_t)w * ring_bytes))[column * (D + 2)]);
+        for (w = 0; w < TKVCU_WARPS; w++) {
+            const float *x = (const float *)(const void *)(rings + (size_t)w * ring_bytes) + column * (D + 2);
+            sum += x[1 + at] * tkvcu_ex2(x[0] - m);
+        }
+        out[column * (D + 2) + 1 + at] = sum;
+        if (at == 0) out[column * (D + 2)] = m;
+    }
+    __syncthreads();
+}
+
+/* The next part that the block has units of; left: 0 if there is none. By one thread. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
+    tkvcu_task k = b.task;
+    int per;
+    k.left = 0;
+    if (k.unit < k.end) {
+        while (ends[k.entry] <= k.unit) k.entry++;
+        k.reach = tkvcu_reach_of(j, k.entry);
+        per = tkvcu_units_of(k.reach);
+        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
+        k.head = k.at / per;
+        k.at %= per;
+        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
+            k.at -= tkvcu_units_in(k.reach, k.part);
+        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
+        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.unit += k.left;
+    }
+    b.task = k;
+}
+
+/* The next run of the part, its sides and queries. By all threads. */
+template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
+    const tkvcu_task &k = b.task;
+    const tkvcu_list list = j.view.list[k.reach.seq];
+    const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
+    int region, first, n = k.left, version = 0;
+    if (k.part == 2) {
+        region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
+        first = k.at;
+        if (region == TKVCU_HOT) first += 4 * tkvi_max(k.reach.first, coded) - k.reach.sinks;
+        else n = tkvi_min(n, k.reach.sinks - k.at);
+    } else {
+        region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
+        first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
+        version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
+        n = tkvcu_same_version(j, b, first, n);
+    }
+    __syncthreads();
+    if (tid < 2) {
+        const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
+        b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+    }
+    if (tid == 0) {
+        b.task.region = region;
+        b.task.first = first;
+        b.task.n = n;
+        b.task.at += n;
+        b.task.left -= n;
+    }
+    __syncthreads();
+    tkvcu_prepare(j, b);
+    __syncthreads();
+}
+
+/* Ends of the entries: a running sum of their units, 32 at a time, by one warp. */
+TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
+    int sum = 0, e, i;
+    for (e = 0; e < j.n_entries; e += 32) {
+        int n = 0;
+        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_units_of(tkvcu_reach_of(j, e + lane));
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) {
+            const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
+            if (lane >= i) n += before;
+        }
+        n += sum;
+        if (e + lane < j.n_entries) ends[e + lane] = n;
+        sum = __shfl_sync(0xffffffffu, n, 31);
+    }
+}
+
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
+ * tools/cuda_resources.py). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
+#else
+#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
+#endif
+
+template <int D, int NT, int VG>
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {
+    TKVCU_SHARED(uint8_t, shared);
+    tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
+    int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
+    const int tid = (int)threadIdx.x;
+    const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024 * NT);
+    uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
+    tkvcu_lane me;
+    me.lane = tid % 32;
+    me.warp = tid / 32;
+    me.g = me.lane / 4;
+    me.t = me.lane % 4;
+    me.ring = rings + (size_t)me.warp * ring_bytes;
+    me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
+    me.weights_meta = (float *)(void *)me.meta;
+    me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
+    if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
+    if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    __syncthreads();
+    if (tid == 0) {
+        const int total = ends[j.n_entries - 1];
+        b.task.entry = 0;
+        b.task.group = j.view.n_heads / j.view.n_kv_heads;
+        b.task.columns = b.task.group * j.n_queries;
+        b.task.column = 8 * NT * (int)blockIdx.y;
+        b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        tkvcu_next_part(j, b, ends);
+    }
+    __syncthreads();
+    while (b.task.left > 0) {
+        tkvcu_sums<D, NT, VG> u;
+        tkvcu_begin(u);
+        while (b.task.left > 0) {
+            tkvcu_next_run(j, b);
+            if (b.task.region >= TKVCU_SINKS) {
+                tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
+            } else {
+                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
+                tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
+            }
+            __syncthreads();
+        }
+        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        if (tid == 0) tkvcu_next_part(j, b, ends);
+        __syncthreads();
+    }
+}
+
+#endif /* TKVCU_ATTEND_H */
+/* ======== combine.h ======== */
+/*
+ * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread block per
+ * (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart and turned back once.
+ */
+#ifndef TKVCU_COMBINE_H
+#define TKVCU_COMBINE_H
+
+
+#define TKVCU_COMBINE_THREADS 128
+
+/* A window of rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
+    const int tid = (int)threadIdx.x;
+    int h;
+    for (h = 1; h < n; h *= 2) {
+        __syncthreads();
+        if (tid < n / 2) {
+            const int i = tid / h * 2 * h + tid % h;
+            const float a = x[i], b = x[i + h];
+            x[i] = a + b;
+            x[i + h] = a - b;
+        }
+    }
+    __syncthreads();
+    if (tid < n) x[tid] *= tkvi_hadamard_norm[log2n];
+    __syncthreads();
+}
+
+__global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
+    tkvcu_combine_kernel(tkvcu_job j, int columns, int chunks) {
+    __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
+    __shared__ float x[TKV_MAX_HEAD_DIM];
+    const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
+    const int head = (int)blockIdx.x % j.view.n_heads, query = (int)blockIdx.x / j.view.n_heads % j.n_queries;
+    const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
+    const int column = query * group + head % group, chunk = column / columns;
+    const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
+    tkvcu_reach reach;
+    int first[TKVCU_PARTS], last[TKVCU_PARTS];
+    float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
+    int e, i, c, part, unit, total;
+    int mine = 0, everyone = 0;
+    for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
+        const int n = heads * tkvcu_units_of(tkvcu_reach_of(j, e));
+        if (e < entry) mine += n;
+        everyone += n;
+    }
+    before[tid] = mine;
+    all[tid] = everyone;
+    __syncthreads();
+    for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
+        if (tid < i) {
+            before[tid] += before[tid + i];
+            all[tid] += all[tid + i];
+        }
+        __syncthreads();
+    }
+    total = all[0];
+    reach = tkvcu_reach_of(j, entry);
+    if (reach.seq < 0) {
+        if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
+        return;
+    }
+    unit = before[0] + head / group * tkvcu_units_of(reach);
+    for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
+        first[part] = 1;
+        last[part] = 0;
+        if (reach.units[part] == 0) continue;
+        first[part] = (int)((((int64_t)unit + 1) * j.blocks - 1) / total);
+        unit += reach.units[part];
+        last[part] = (int)(((int64_t)unit * j.blocks - 1) / total);
+    }
+    for (part = 0; part < TKVCU_PARTS; part++)
+        for (c = first[part]; c <= last[part]; c++) {
+            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
+            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
+                                          (size_t)(column % columns)) *
+                                             (size_t)(dim + 2);
+            top = fmaxf(top, p[0]);
+        }
+    if (j.sinks) {
+        sink = j.sinks[head] * 1.44269504f;
+        top = fmaxf(top, sink);
+        l = tkvcu_ex2(sink + TKVCU_LIFT - top); /* as the weights of keys */
+    }
+    sum[0] = sum[1] = 0.0f;
+    for (part = 0; part < TKVCU_PARTS; part++) {
+        const int rotated =
+            part < 2 &&
+            j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
+        for (c = first[part]; c <= last[part]; c++) {
+            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
+            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
+                                          (size_t)(column % columns)) *
+                                             (size_t)(dim + 2);
+            const float by = tkvcu_ex2(p[0] - top);
+            l += p[1] * by;
+            if (tid < dim) sum[rotated] += p[2 + tid] * by;
+        }
+    }
+    if (tid < dim) x[tid] = sum[1];
+    c = 0;
+    while (dim >> (c + 1)) c++;
+    if (1 << c < dim) tkvcu_window(x + dim - (1 << c), 1 << c, c);
+    tkvcu_window(x, 1 << c, c);
+    if (tid < dim) {
+        const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
+        const float out = l > 0.0f ? (sum[0] + y) / l : 0.0f;
+        tkvcu_put_element(j.out, j.type,
+                          (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
+    }
+    if (tid == 0 && j.lse)
+        j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
+            l > 0.0f ? 0.69314718f * (top - TKVCU_LIFT + log2f(l)) : -INFINITY;
+}
+
+/* >>sizes and launch */
+typedef struct tkvcu_attend_call {
+    const void *q;
+    void *out;
+    float *lse;
+    const float *sinks;
+    const int32_t *seq_map;
+    uint32_t *word;
+    int32_t type, n_queries, window;
+    float scale, softcap;
+} tkvcu_attend_call;
+
+#define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
+
+typedef struct tkvcu_split { /* what is the same in all calls */
+    float *partial;
+    int n_seqs, processors;
+    int slot_bytes, meta_bytes,
+        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
+} tkvcu_split;
+
+/* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
+static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
+    return cfg->n_heads / cfg->n_kv_heads * n_queries > 8 ? 2 : 1;
+}
+
+static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
+    const int columns = 8 * tkvcu_n_tiles(cfg, n_queries);
+    return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
+}
+
+/* Bytes that attention of up to so many queries needs. */
+static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
+    const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
+    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 8 * tkvcu_n_tiles(cfg, max_queries));
+    return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
+}
+
+/* Makes room for these sides too (host memory). */
+static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
+    size_t i;
+    s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
+    s->groups = tkvi_max(s->groups, 1);
+    for (i = 0; i < n; i++) {
+        if (side[i].kind == TKVCU_EXACT) continue;
+        s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
+        if (side[i].kind != TKVCU_KIVI) continue;
+        s->groups = head_dim / 64;
+    }
+    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
+}
+
+typedef void (*tkvcu_attend_function)(tkvcu_job);
+
+/* The kernel for this, and its shared memory. */
+static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
+                                             size_t *shared) {
+    const struct {
+        int head_dim, n_tiles, groups;
+        tkvcu_attend_function kernel;
+        size_t fixed;
+    } row[] = {
+        {64, 1, 1, tkvcu_attend_kernel<64, 1, 1>, sizeof(tkvcu_block<64, 1>)},
+        {64, 2, 1, tkvcu_attend_kernel<64, 2, 1>, sizeof(tkvcu_block<64, 2>)},
+        {128, 1, 1, tkvcu_attend_kernel<128, 1, 1>, sizeof(tkvcu_block<128, 1>)},
+        {128, 1, 2, tkvcu_attend_kernel<128, 1, 2>, sizeof(tkvcu_block<128, 1>)},
+        {128, 2, 1, tkvcu_attend_kernel<128, 2, 1>, sizeof(tkvcu_block<128, 2>)},
+        {128, 2, 2, tkvcu_attend_kernel<128, 2, 2>, sizeof(tkvcu_block<128, 2>)},
+    };
+    size_t i = 0;
+    while (row[i].head_dim != head_dim || row[i].n_tiles != n_tiles || row[i].groups != s->groups) i++;
+    *shared = (row[i].fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
+              (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
+    return row[i].kernel;
+}
+
+static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
+                                    void *work) {
+    int device = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    (void)cfg;
+    (void)max_queries;
+    memset(s, 0, sizeof *s);
+    s->partial = (float *)work;
+    s->n_seqs = n_seqs;
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount, device);
+    return e;
+}
+
+/* Both kernels. Nothing is allocated or waited for. */
+static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
+                                       const tkv_config *cfg, cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
+    size_t shared;
+    const tkvcu_attend_function f = tkvcu_attend_of(s, v->head_dim, nt, &shared);
+    int resident = 1;
+    tkvcu_job j;
+    cudaError_t e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+    if (e == cudaSuccess)
+        e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, f, TKVCU_THREADS, shared);
+    if (e != cudaSuccess) return e;
+    memset(&j, 0, sizeof j);
+    j.view = *v;
+    j.q = c->q;
+    j.out = c->out;
+    j.lse = c->lse;
+    j.sinks = c->sinks;
+    j.entries = c->seq_map;
+    j.word = c->word;
+    j.partial = s->partial;
+    j.type = c->type;
+    j.n_entries = s->n_seqs;
+    j.n_queries = c->n_queries;
+    j.window = c->window;
+    j.blocks = tkvi_min(TKVCU_MAX_BLOCKS, s->processors * tkvi_max(1, resident));
+    j.scale = c->scale;
+    j.softcap = c->softcap;
+    j.slot_bytes = s->slot_bytes;
+    j.meta_bytes = s->meta_bytes;
+    TKVCU_LAUNCH(f, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, j);
+    TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
+    return cudaGetLastError();
+}
+
+#endif /* TKVCU_COMBINE_H */
+/* ======== create.h ======== */
+/*
+ * create.h - the handle, what it needs of memory and where everything lies in it, the sides that kernels read
+ * by.
+ *
+ * The handle has a cache of tieredkv.h without tokens: plans, codings and tables of the layers, in the same
+ * words as those of the caches that sequences come from and go to. Device memory, in pieces at multiples of
+ * 256 bytes:
+ *
+ *     cache: word | layers [n_layers] | lists [n_layers][n_seqs] | of each layer with blocks:
+ *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
+ *            regions [n_seqs][ring] blocks
+ *     work:  what attention keeps between its two kernels (attend.h)
+ */
+#ifndef TKVCU_CREATE_H
+#define TKVCU_CREATE_H
+
+
+#define TKVCU_ALIGN 256u
+
+struct tkvcu {
+    tkv_cache *host;    /* without tokens */
+    tkvcu_view *view;   /* [n_layers] */
+    uint8_t *used;      /* [n_layers] bits of table versions that blocks may be coded with */
+    uint8_t *appended;  /* [n_layers] 1: a graph may append here again */
+    tkvcu_layer *layer; /* device, [n_layers] */
+    tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
+    uint32_t *word;     /* device */
+    uint8_t *stage;     /* on its way to the device: a layer's sides, order, mean */
+    tkvcu_split split;  /* of the work of attention */
+    int n_seqs, max_tokens, max_queries;
+    char error[160];
+};
+
+/* >>errors */
+static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    if (more) {
+        tkvi_say(&t, " ");
+        tkvi_say_int(&t, number);
+        tkvi_say(&t, more);
+    }
+    return status;
+}
+
+static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
+    tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
+    tkvi_say(&t, what);
+    tkvi_say(&t, which);
+    return status;
+}
+
+/* What the runtime said. */
+static int tkvcu_checked(tkvcu *cu, cudaError_t e) {
+    return e == cudaSuccess ? TKV_OK : tkvcu_fail(cu, TKVCU_ERR_CUDA, cudaGetErrorString(e), 0, NULL);
+}
+
+static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError()); }
+
+/* >>what is supported */
+static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_say(&t, why);
+    if (layer >= 0) {
+        tkvi_say(&t, ", layer ");
+        tkvi_say_int(&t, layer);
+    }
+    return TKVCU_ERR_UNSUPPORTED;
+}
+
+/* How a side of this format is read; -1: not here. */
+static int tkvcu_kind(tkv_format f) {
+    if (f == TKV_F16 || f == TKV_BF16) return TKVCU_EXACT;
+    if (f >= TKV_Q8 && f <= TKV_KIVI2) return TKVCU_KIVI;
+    if (f >= TKV_A40 && f <= TKV_A15) return TKVCU_A;
+    return f >= TKV_R40 && f <= TKV_R10 ? TKVCU_R : -1;
+}
+
+static const char *tkvcu_pair_fault(const tkv_config *cfg, tkv_pair pair, int exact) {
+    const int k = tkvcu_kind(pair.k), v = tkvcu_kind(pair.v);
+    if (k < 0 || v < 0) return "a format that is not read here";
+    if (exact != (k == TKVCU_EXACT) || exact != (v == TKVCU_EXACT))
+        return "warm and archive tier take KIVI, Q8, A and R formats here";
+    if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->group_size != 64)
+        return "KIVI formats want cfg.group_size = 64";
+    return k == TKVCU_A && cfg->allocation_unit != 16 ? "A formats want cfg.allocation_unit = 16" : NULL;
+}
+
+static const char *tkvcu_config_fault(const tkv_config *cfg) {
+    const struct {
+        int wrong;
+        const char *why;
+    } rule[] = {
+        {cfg->head_dim != 64 && cfg->head_dim != 128, "head_dim must be 64 or 128"},
+        {cfg->v_head_dim && cfg->v_head_dim != cfg->head_dim, "v_head_dim must be head_dim"},
+        {cfg->n_kv_heads > 1024, "there are at most 1024 KV heads"},
+        {cfg->max_seqs > 65535, "there are at most 65535 sequences"},
+        {cfg->n_heads > TKVCU_MAX_GROUP * (cfg->n_kv_heads ? cfg->n_kv_heads : cfg->n_heads),
+         "there are at most 16 query heads on a KV head"},
+        {cfg->budget_bytes != 0 || cfg->n_levels != 0, "a budget or a ladder"},
+        {cfg->evict.kind != TKV_EVICT_NONE || cfg->n_anchors || cfg->importance_every, "eviction or anchors"},
+        {cfg->spill.store != NULL || cfg->remat, "spilling or recomputation"},
+        {cfg->quality_heads != 0, "a quality meter"},
+    };
+    size_t i;
+    for (i = 0; i < sizeof rule / sizeof *rule; i++)
+        if (rule[i].wrong) return rule[i].why;
+    return NULL;
+}
+
+/* >>where things lie */
+typedef struct tkvcu_arena {
+    uintptr_t base; /* 0: only counted */
+    size_t at;
+    int full; /* more than this machine can address */
+} tkvcu_arena;
+
+static void *tkvcu_take(tkvcu_arena *a, size_t n, size_t size) {
+    const size_t at = a->at;
+    size_t bytes = 0;
+    if (!tkvi_mul(n, size, &bytes) || !tkvi_add(bytes, TKVCU_ALIGN - 1, &bytes) ||
+        !tkvi_add(at, bytes & ~(size_t)(TKVCU_ALIGN - 1), &a->at))
+        a->full = 1;
+    return (void *)(a->base + at);
+}
+
+/* A tier's blocks in a region; the sinks have a coding of their own, archive and warm as the tier is called.
+ * */
+static const tkv_tier tkvcu_tier_of[TKVCU_REGIONS] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT, TKV_HOT};
+
+static int tkvcu_key_of(const tkvi_plan *p, int region) {
+    return region == TKVCU_SINKS ? p->sink_coding : p->now.key[tkvcu_tier_of[region]];
+}
+
+typedef struct tkvcu_plan { /* what a description comes to */
+    tkvi_shape shape;
+    int n_seqs, max_tokens, max_queries;
+    tkvcu_layer *layer;
+    tkvcu_list *lists;
+    uint32_t *word;
+    size_t stage; /* bytes */
+} tkvcu_plan;
+
+static size_t tkvcu_sides(const tkv_config *cfg) {
+    return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->n_kv_heads * 2;
+}
+
+static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of a layer */
+    return (size_t)TKVI_VERSIONS * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+}
+
+/* The view of a layer with blocks of its own, its pieces taken from the arena. */
+static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
+    const tkv_config *cfg = &d->shape.cfg;
+    int64_t most[TKV_TIER_COUNT];
+    int r;
+    memset(v, 0, sizeof *v);
+    tkvi_most_blocks(cfg, p, most);
+    v->n_seqs = d->n_seqs;
+    v->n_heads = cfg->n_heads;
+    v->n_kv_heads = cfg->n_kv_heads;
+    v->head_dim = cfg->head_dim;
+    v->sinks = p->sink;
+    v->max_blocks = tkvi_max(1, (d->max_tokens - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK);
+    v->list = d->lists + (size_t)layer * (size_t)d->n_seqs;
+    v->version = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
+    v->side = (const tkvcu_side *)tkvcu_take(a, tkvcu_sides(cfg), sizeof *v->side);
+    v->order = (const uint8_t *)tkvcu_take(a, tkvcu_positions(cfg), 1);
+    v->mean = (const float *)tkvcu_take(a, tkvcu_positions(cfg), sizeof *v->mean);
+    for (r = 0; r < TKVCU_REGIONS; r++) {
+        const size_t block = d->shape.bytes[tkvcu_key_of(p, r)].total;
+        v->ring[r] = r == TKVCU_SINKS ? 1 : (int32_t)tkvi_max(1, (int)most[tkvcu_tier_of[r]]);
+        a->full |= block > 0x7fffffffu;
+        v->block[r] = (uint32_t)block;
+        v->stride[r] = block * (size_t)v->ring[r];
+        v->bytes[r] = (uint8_t *)tkvcu_take(a, (size_t)d->n_seqs, v->stride[r]);
+    }
+}
+
+/* Checks a description and lays out all of it; view: NULL or [n_layers]. */
+static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, tkvcu_view *view,
+                         char *reason, size_t size) {
+    tkv_config *cfg = &d->shape.cfg;
+    tkv_config mine;
+    const char *why;
+    int i, r, st;
+    if (!desc || !desc->cfg) return TKV_ERR_ARG;
+    mine = *desc->cfg;
+    if (desc->n_seqs) mine.max_seqs = desc->n_seqs;
+    if (desc->max_tokens) mine.max_tokens = desc->max_tokens;
+    mine.isa = TKV_ISA_SCALAR;
+    st = tkvi_validate(&mine, &d->shape, reason, size);
+    if (st) return st;
+    if (mine.max_tokens == 0)
+        return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
+    if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
+        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 8, or 0 for 1");
+    why = tkvcu_config_fault(&mine);
+    if (why) return tkvcu_no(reason, size, why, -1);
+    d->n_seqs = cfg->max_seqs;
+    d->max_tokens = cfg->max_tokens;
+    d->max_queries = desc->max_queries ? desc->max_queries : 1;
+    d->word = (uint32_t *)tkvcu_take(a, 1, sizeof *d->word);
+    d->layer = (tkvcu_layer *)tkvcu_take(a, (size_t)cfg->n_layers, sizeof *d->layer);
+    d->lists = (tkvcu_list *)tkvcu_take(a, (size_t)cfg->n_layers * (size_t)d->n_seqs, sizeof *d->lists);
+    d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
+    for (i = 0; i < cfg->n_layers; i++) {
+        tkvi_plan p;
+        tkvi_rule rule[TKV_MAX_LEVELS];
+        tkvcu_view v;
+        (void)tkvi_plan_of(&d->shape, i, &p, rule);
+        if (p.stored != i) continue;
+        for (r = 0; r < TKVCU_REGIONS; r++) {
+            why = tkvcu_pair_fault(cfg, d->shape.key[tkvcu_key_of(&p, r)].pair, r >= TKVCU_SINKS);
+            if (why) return tkvcu_no(reason, size, why, i);
+        }
+        tkvcu_lay(d, i, &p, a, view ? &view[i] : &v);
+    }
+    if (a->full)
+        return tkvi_bad(reason, size, "max_tokens", d->max_tokens, "this is more than can be addressed");
+    return TKV_OK;
+}
+
+int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size) {
+    tkvcu_plan d;
+    tkvcu_arena a = {0, 0, 0};
+    int st;
+    if (reason && size) *reason = 0;
+    if (!cache_bytes || !work_bytes) return TKV_ERR_ARG;
+    st = tkvcu_plan_of(desc, &d, &a, NULL, reason, size);
+    if (st) return st;
+    *cache_bytes = a.at;
+    *work_bytes = tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
+    return TKV_OK;
+}
+
+/* >>sides */
+static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
+    tkvcu_side d;
+    int w;
+    memset(&d, 0, sizeof d);
+    d.kind = (uint8_t)tkvcu_kind((tkv_format)(s->format - tkvi_formats));
+    d.bf16 = s->format->stored == TKVI_AS_BF16;
+    d.at = (uint32_t)at;
+    d.bytes = (uint32_t)s->bytes;
+    d.code_bytes = (uint32_t)s->code_bytes;
+    d.top = s->top;
+    d.table = s->order ? table : -1;
+    if (d.kind == TKVCU_KIVI) {
+        d.half_bits = (uint8_t)(2 * s->format->bits);
+        d.group = (uint8_t)s->group;
+    }
+    if (d.kind == TKVCU_R) d.half_bits = (uint8_t)s->half_bits;
+    if (d.kind == TKVCU_A) {
+        d.slabs[0] = (uint8_t)(s->pad / 16);
+        for (w = 1; w <= 6; w++) {
+            d.slabs[w] = (uint8_t)(s->runs.n[w] / 4);
+            d.slabs[0] = (uint8_t)(d.slabs[0] - d.slabs[w]);
+        }
+    }
+    return d;
+}
+
+/* The coding of a region's blocks with a version of the layer's table; NULL: there is no such table. */
+static const tkvi_coding *tkvcu_coding_of(const tkv_cache *kv, int layer, int region, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkv_tier tier = tkvcu_tier_of[region];
+    const int own = region != TKVCU_SINKS && p->now.shared[tier];
+    const tkvi_coding *c =
+        &kv->tables
+             .coding[region == TKVCU_SINKS ? p->sink_coding : p->now.coding[tier] + (own ? version : 0)];
+    return c->record && c->record[0].k.format ? c : NULL;
+}
+
+static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const int region = p->now.shared[TKV_WARM] ? TKVCU_WARM : TKVCU_ARCHIVE;
+    return p->allocates && tkvcu_coding_of(kv, layer, region, version) != NULL;
+}
+
+/* Sides, order and mean of a layer go to the device. Waits, so that the next layer can have the stage. */
+static int tkvcu_send(tkvcu *cu, int layer, cudaStream_t stream) {
+    const tkv_cache *kv = cu->host;
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvcu_view *v = &cu->view[layer];
+    const size_t heads = (size_t)cfg->n_kv_heads, pad = (size_t)cfg->head_dim, n = tkvcu_positions(cfg);
+    tkvcu_side *side = (tkvcu_side *)(void *)cu->stage;
+    float *mean = (float *)(void *)(side + tkvcu_sides(cfg));
+    uint8_t *order = (uint8_t *)(mean + n);
+    tkvcu_layer info;
+    size_t h, at = 0;
+    int version, r, st;
+    memset(cu->stage, 0, tkvcu_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    for (version = 0; version < TKVI_VERSIONS; version++) {
+        for (r = 0; r < TKVCU_REGIONS; r++) {
+            const tkvi_coding *c = tkvcu_coding_of(kv, layer, r, version);
+            for (h = 0; h < heads; h++, at += 2) {
+                const int32_t table = (int32_t)(((size_t)version * heads + h) * pad);
+                if (!c) continue;
+                side[at] = tkvcu_side_of(&c->record[h].k, c->record[h].at, table);
+                side[at + 1] = tkvcu_side_of(&c->record[h].v, c->record[h].at + c->record[h].v_at, -1);
+            }
+        }
+        for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
+            const tkvi_head *head = &tkvi_heads_of(&kv->tables, layer, version)[h];
+            memcpy(order + ((size_t)version * heads + h) * pad, head->order, pad);
+            memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
+        }
+    }
+    tkvcu_split_see(&cu->split, side, tkvcu_sides(cfg), cfg->head_dim);
+    info.version = tkvi_max(0, kv->tables.current[layer]);
+    info.sinks = v->sinks;
+    st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->side, side, tkvcu_sides(cfg) * sizeof *side,
+                                           cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemcpyAsync((void *)(uintptr_t)v->mean, mean, n * sizeof *mean,
+                                               cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+}
+
+/* Until better is known: all heads and channels alike. */
+static int tkvcu_equal_tables(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const size_t pad = (size_t)cfg->head_dim;
+    tkvi_version *to = &kv->tables.version[0];
+    size_t h, c;
+    int layer;
+    if (!kv->tables.any_shared) return 1;
+    if (!tkvi_version_ready(kv, 0)) return 0;
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        if (!kv->tables.plan[layer].allocates) continue;
+        for (h = 0; h < (size_t)cfg->n_kv_heads; h++) {
+            const size_t at = ((size_t)layer * (size_t)cfg->n_kv_heads + h);
+            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_ALIKE;
+            for (c = 0; c < pad; c++) {
+                to->importance[at * pad + c] = 1;
+                to->channel[at * pad + c] = (uint8_t)c;
+            }
+        }
+        tkvi_table_use(kv, layer, 0);
+        tkvi_learned(kv, layer, 0);
+    }
+    return 1;
+}
+
+/* >>life */
+void tkvcu_destroy(tkvcu *cu) {
+    if (!cu) return;
+    tkv_destroy(cu->host);
+    free(cu);
+}
+
+/* The handle, in one piece. */
+static tkvcu *tkvcu_new(const tkvcu_plan *d) {
+    const size_t layers = (size_t)d->shape.cfg.n_layers;
+    const size_t head = tkvi_align_up(sizeof(tkvcu)), views = tkvi_align_up(layers * sizeof(tkvcu_view));
+    uint8_t *mem = (uint8_t *)malloc(head + views + tkvi_align_up(d->stage) + 2 * layers);
+    tkvcu *cu = (tkvcu *)(void *)mem;
+    if (!mem) return NULL;
+    memset(mem, 0, head + views + tkvi_align_up(d->stage) + 2 * layers);
+    cu->view = (tkvcu_view *)(void *)(mem + head);
+    cu->stage = mem + head + views;
+    cu->used = cu->stage + tkvi_align_up(d->stage);
+    cu->appended = cu->used + layers;
+    cu->n_seqs = d->n_seqs;
+    cu->max_tokens = d->max_tokens;
+    cu->max_queries = d->max_queries;
+    cu->word = d->word;
+    cu->layer = d->layer;
+    cu->lists = d->lists;
+    return cu;
+}
+
+/* Everything that kernels read before they have written it. */
+static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
+    const int layers = cu->host->tables.cfg.n_layers;
+    int i, r, st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *cu->word, stream));
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemsetAsync(cu->layer, 0xff, (size_t)layers * sizeof *cu->layer, stream));
+    if (!st)
+        st = tkvcu_checked(
+            cu,
+            cudaMemsetAsync(cu->lists, 0, (size_t)layers * (size_t)cu->n_seqs * sizeof *cu->lists, stream));
+    for (i = 0; i < layers && !st; i++) {
+        const tkvcu_view *v = &cu->view[i];
+        const size_t seqs = (size_t)cu->n_seqs;
+        if (cu->host->tables.plan[i].stored != i) continue;
+        st = tkvcu_checked(cu, cudaMemsetAsync(v->version, 0, seqs * (size_t)v->max_blocks, stream));
+        for (r = TKVCU_SINKS; r < TKVCU_REGIONS && !st; r++)
+            st = tkvcu_checked(cu, cudaMemsetAsync(v->bytes[r], 0, seqs * v->stride[r], stream));
+        if (!st) st = tkvcu_send(cu, i, stream);
+    }
+    return st;
+}
+
+int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
+                 tkvcu_stream stream, tkvcu **out) {
+    tkvcu_plan d;
+    tkvcu_arena a = {0, 0, 0};
+    tkv_config cfg;
+    tkvcu *cu;
+    int st;
+    if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
+        return TKV_ERR_ARG;
+    a.base = (uintptr_t)d_cache;
+    st = tkvcu_plan_of(desc, &d, &a, NULL, NULL, 0);
+    if (st) return st;
+    if (cache_bytes < a.at || work_bytes < tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
+        return TKV_ERR_CAPACITY;
+    cu = tkvcu_new(&d);
+    if (!cu) return TKV_ERR_NOMEM;
+    a.at = 0;
+    (void)tkvcu_plan_of(desc, &d, &a, cu->view, NULL, 0);
+    cfg = *desc->cfg;
+    cfg.max_seqs = 1;
+    cfg.max_tokens = d.max_tokens;
+    cfg.isa = TKV_ISA_SCALAR;
+    cfg.on_event = NULL;
+    cfg.parallel_for = NULL;
+    st = tkv_create(&cfg, &cu->host);
+    if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
+    if (!st)
+        st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
+    if (!st)
+        st = tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    (int)tkvcu_desk_bytes(cfg.head_dim)));
+    if (!st) st = tkvcu_clear(cu, stream);
+    if (st) tkvcu_destroy(cu);
+    else *out = cu;
+    return st;
+}
+
+/* The view that a layer reads; NULL: it has no cache, or there is no such layer. */
+static const tkvcu_view *tkvcu_view_of(const tkvcu *cu, int layer) {
+    const tkvi_tables *t = &cu->host->tables;
+    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored < 0) return NULL;
+    return &cu->view[t->plan[layer].stored];
+}
+
+#endif /* TKVCU_CREATE_H */
+/* ======== transfer.h ======== */
+/*
+ * transfer.h - tables and sequences from a cache of tieredkv.h to the device and back. Bytes of blocks are
+ * copied, and what stands in the way is found before anything changes. All calls wait for the stream: host
+ * memory is at both ends.
+ */
+#ifndef TKVCU_TRANSFER_H
+#define TKVCU_TRANSFER_H
+
+
+/* >>are they of one kind? */
+static const char *tkvcu_layer_differs(const tkvi_tables *a, const tkvi_tables *b, int layer) {
+    const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
+    int r;
+    if (p->stored != q->stored) return "cfg.layers";
+    if (p->stored != layer) return NULL;
+    if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
+        return "the tiers' lengths";
+    for (r = 0; r < TKVCU_REGIONS; r++) {
+        const tkvi_coding *c = &a->coding[tkvcu_key_of(p, r)], *d = &b->coding[tkvcu_key_of(q, r)];
+        if (c->pair.k != d->pair.k || c->pair.v != d->pair.v || c->tokens != d->tokens ||
+            c->bytes.total != d->bytes.total)
+            return "the formats";
+    }
+    return NULL;
+}
+
+static int tkvcu_same_kind(tkvcu *cu, const tkv_cache *kv) {
+    const tkvi_tables *a, *b;
+    const char *what = NULL;
+    int i;
+    if (!kv) return tkvcu_fail(cu, TKV_ERR_ARG, "the cache is missing", 0, NULL);
+    a = &cu->host->tables;
+    b = &kv->tables;
+    if (a->cfg.n_layers != b->cfg.n_layers || a->cfg.n_heads != b->cfg.n_heads ||
+        a->cfg.n_kv_heads != b->cfg.n_kv_heads || a->cfg.head_dim != b->cfg.head_dim ||
+        a->cfg.v_head_dim != b->cfg.v_head_dim)
+        return tkvcu_fail(cu, TKV_ERR_CONFIG, "the cache is of another model", 0, NULL);
+    if (a->cfg.group_size != b->cfg.group_size || a->cfg.allocation_unit != b->cfg.allocation_unit)
+        what = "group_size or allocation_unit";
+    for (i = 0; i < a->cfg.n_layers && !what; i++) what = tkvcu_layer_differs(a, b, i);
+    if (what) return tkvcu_refuse(cu, TKV_ERR_CONFIG, "the cache has another plan: ", what);
+    what = tkvcu_config_fault(&b->cfg);
+    return what ? tkvcu_refuse(cu, TKVCU_ERR_UNSUPPORTED, "the cache has what cannot be here: ", what)
+                : TKV_OK;
+}
+
+/* >>tables */
+static int tkvcu_same_table(const tkv_cache *a, const tkv_cache *b, int layer, int version) {
+    const tkvi_head *x = tkvi_heads_of(&a->tables, layer, version),
+                    *y = tkvi_heads_of(&b->tables, layer, version);
+    const size_t pad = (size_t)a->tables.cfg.head_dim;
+    int h;
+    for (h = 0; h < a->tables.cfg.n_kv_heads; h++, x++, y++)
+        if (x->reach != y->reach || x->k_weight != y->k_weight || x->k_top != y->k_top ||
+            x->v_top != y->v_top || memcmp(x->importance, y->importance, pad) != 0 ||
+            memcmp(x->order, y->order, pad) != 0 || memcmp(x->mean, y->mean, pad * sizeof(float)) != 0)
+            return 0;
+    return 1;
+}
+
+/* A version of a layer's table as the other cache has it; it becomes the current one. */
+static void tkvcu_copy_table(tkv_cache *to, const tkv_cache *from, int layer, int version) {
+    const size_t pad = (size_t)to->tables.cfg.head_dim, heads = (size_t)to->tables.cfg.n_kv_heads;
+    const size_t at = (size_t)layer * heads * pad;
+    const tkvi_version *x = &from->tables.version[version];
+    tkvi_version *y = &to->tables.version[version];
+    size_t h;
+    for (h = (size_t)layer * heads; h < (size_t)(layer + 1) * heads; h++) {
+        y->head[h].reach = x->head[h].reach;
+        y->head[h].k_weight = x->head[h].k_weight;
+        y->head[h].k_top = x->head[h].k_top;
+        y->head[h].v_top = x->head[h].v_top;
+    }
+    memcpy(y->importance + at, x->importance + at, heads * pad);
+    memcpy(y->channel + at, x->channel + at, heads * pad);
+    memcpy(y->mean + at, x->mean + at, heads * pad * sizeof(float));
+    tkvi_table_use(to, layer, version);
+}
+
+/* Does the layer take over tables? */
+static int tkvcu_learned(const tkv_cache *kv, int layer) {
+    return kv->tables.plan[layer].stored == layer && kv->tables.plan[layer].allocates &&
+           kv->tables.current[layer] >= 0;
+}
+
+/* Room for these tables, and nobody who needs others. */
+static int tkvcu_tables_fit(tkvcu *cu, const tkv_cache *kv) {
+    int layer, v;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        for (v = 0; v < TKVI_VERSIONS && tkvcu_learned(kv, layer); v++) {
+            if (!tkvcu_has_table(kv, layer, v)) continue;
+            if (!tkvi_version_ready(cu->host, v))
+                return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
+            if ((cu->used[layer] >> v & 1) && !tkvcu_same_table(cu->host, kv, layer, v))
+                return tkvcu_fail(cu, TKV_ERR_STATE, "blocks here may be coded with another table of layer",
+                                  layer, "; take over tables before the first append");
+        }
+    return TKV_OK;
+}
+
+static int tkvcu_tables_take(tkvcu *cu, const tkv_cache *kv, cudaStream_t stream) {
+    int layer, v, st = TKV_OK;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+        int changed = 0;
+        if (!tkvcu_learned(kv, layer)) continue;
+        for (v = 0; v < TKVI_VERSIONS; v++) {
+            if (!tkvcu_has_table(kv, layer, v)) continue;
+            if (tkvcu_has_table(cu->host, layer, v) && tkvcu_same_table(cu->host, kv, layer, v)) continue;
+            tkvcu_copy_table(cu->host, kv, layer, v);
+            changed = 1;
+        }
+        changed |= cu->host->tables.current[layer] != kv->tables.current[layer];
+        cu->host->tables.current[layer] = kv->tables.current[layer];
+        if (cu->appended[layer]) cu->used[layer] |= (uint8_t)(1u << kv->tables.current[layer]);
+        if (changed) st = tkvcu_send(cu, layer, stream);
+    }
+    return st;
+}
+
+int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream) {
+    int st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_tables_fit(cu, kv);
+    return st ? st : tkvcu_tables_take(cu, kv, stream);
+}
+
+/* >>sequences */
+static int tkvcu_seq_ok(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq) {
+    if (seq < 0 || seq >= cu->n_seqs)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", seq, " here");
+    if (host_seq < 0 || host_seq >= kv->tables.cfg.max_seqs)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no sequence", host_seq, " in the cache");
+    if (kv->seq[host_seq].in_step)
+        return tkvcu_fail(cu, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+/* Where block i of a host's list lies: its region, and its number behind the sinks. */
+static int tkvcu_region_of(const tkvi_list *list, int i, int *block) {
+    *block = i - list->sinks;
+    if (*block < 0) *block = 0;
+    if (i < list->sinks) return TKVCU_SINKS;
+    if (*block < list->archive) return TKVCU_ARCHIVE;
+    return *block < list->archive + list->warm ? TKVCU_WARM : TKVCU_HOT;
+}
+
+/* What of a layer cannot be here, or NULL. */
+static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    int i, block;
+    if (list->dropped) return "blocks were dropped behind a window";
+    if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
+        return "a flush made a block short";
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const int region = tkvcu_region_of(list, i, &block);
+        if (tkvi_spilled(b)) return "a block is outside RAM";
+        if (b->gone || b->packed) return "tokens were dropped";
+        if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
+            return "a flush made a block short";
+        if (kv->tables.coding[b->coding].key != tkvcu_key_of(p, region)) return "a block has another format";
+        if (block >= cu->view[layer].max_blocks) return "it is too long";
+    }
+    return NULL;
+}
+
+/* The same of numbers: blocks that wait for a table, or for the next append, have more room on the host. */
+static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int layer) {
+    const int32_t *ring = cu->view[layer].ring;
+    if (list->len > cu->max_tokens) return "it is too long";
+    if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
+    if (list->warm > ring[TKVCU_WARM]) return "too many blocks wait in the warm tier: append to it first";
+    if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
+        return "too many blocks wait in the hot tier: append to it first";
+    return NULL;
+}
+
+/* A layer of the sequence goes to the device: blocks, then versions and state. */
+static int tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
+                              uint8_t *version, cudaStream_t stream) {
+    const tkvi_list *list = tkvi_list_of(kv, host_seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, host_seq, layer);
+    const tkvcu_view *v = &cu->view[layer];
+    tkvcu_list state;
+    int i, block, st = TKV_OK;
+    memset(version, 0, (size_t)v->max_blocks);
+    for (i = 0; i < list->n && !st; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const int region = tkvcu_region_of(list, i, &block);
+        if (b->coding >= kv->tables.n_keys) {
+            version[block] = (uint8_t)((b->coding - kv->tables.n_keys) % TKVI_VERSIONS);
+            cu->used[layer] |= (uint8_t)(1u << version[block]);
+        }
+        st = tkvcu_checked(cu, cudaMemcpyAsync(tkvcu_block_at(v, region, seq, block),
+                                               tkvi_block_bytes(&kv->pool, b), v->block[region],
+                                               cudaMemcpyHostToDevice, stream));
+    }
+    if (!st)
+        st = tkvcu_checked(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
+                                               (size_t)v->max_blocks, cudaMemcpyHostToDevice, stream));
+    state.len = list->len;
+    state.archive = list->archive;
+    state.warm = list->warm;
+    state.step = 0;
+    if (!st)
+        st = tkvcu_checked(
+            cu, cudaMemcpyAsync(&v->list[seq], &state, sizeof state, cudaMemcpyHostToDevice, stream));
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream)); /* both stand on this stack */
+}
+
+/* The most blocks of a layer. */
+static int tkvcu_most_blocks(const tkvcu *cu) {
+    int i, most = 1;
+    for (i = 0; i < cu->host->tables.cfg.n_layers; i++) most = tkvi_max(most, cu->view[i].max_blocks);
+    return most;
+}
+
+int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    uint8_t *version;
+    int layer, st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    if (!st) st = tkvcu_tables_fit(cu, kv);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+        const char *why;
+        if (kv->tables.plan[layer].stored != layer) continue;
+        why = tkvcu_list_large(cu, tkvi_list_of(kv, host_seq, layer), layer);
+        if (why) return tkvcu_fail(cu, TKV_ERR_CAPACITY, why, 0, NULL);
+        why = tkvcu_list_fault(cu, kv, host_seq, layer);
+        if (why) return tkvcu_fail(cu, TKVCU_ERR_UNSUPPORTED, why, 0, NULL);
+    }
+    if (st) return st;
+    version = (uint8_t *)malloc((size_t)tkvcu_most_blocks(cu));
+    if (!version) return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
+    st = tkvcu_tables_take(cu, kv, stream);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        if (kv->tables.plan[layer].stored == layer)
+            st = tkvcu_import_layer(cu, seq, kv, host_seq, layer, version, stream);
+    free(version);
+    return st;
+}
+
+/* >>the way back */
+typedef struct tkvcu_taken { /* of a sequence, read from the device */
+    tkvcu_list *list;        /* [n_layers] */
+    uint8_t *version;        /* [n_layers][most blocks] */
+    int most;
+} tkvcu_taken;
+
+static int tkvcu_take_state(tkvcu *cu, int seq, tkvcu_taken *t, cudaStream_t stream) {
+    int layer, st = TKV_OK;
+    for (layer = 0; layer < cu->host->tables.cfg.n_layers && !st; layer++) {
+        const tkvcu_view *v = &cu->view[layer];
+        if (cu->host->tables.plan[layer].stored != layer) continue;
+        st = tkvcu_checked(cu, cudaMemcpyAsync(&t->list[layer], &v->list[seq], sizeof *t->list,
+                                               cudaMemcpyDeviceToHost, stream));
+        if (!st)
+            st = tkvcu_checked(cu, cudaMemcpyAsync(t->version + (size_t)layer * (size_t)t->most,
+                                                   v->version + (size_t)seq * (size_t)v->max_blocks,
+                                                   (size_t)v->max_blocks, cudaMemcpyDeviceToHost, stream));
+    }
+    return st ? st : tkvcu_checked(cu, cudaStreamSynchronize(stream));
+}
+
+/* The list as it will be on the host; ids follow. */
+static tkvi_list tkvcu_host_list(const tkvi_plan *p, const tkvcu_list *l) {
+    tkvi_list list;
+    const int behind = l->len - p->sink;
+    memset(&list, 0, sizeof list);
+    list.sinks = l->len > 0 && p->sink > 0;
+    list.n = list.sinks + (behind > 0 ? (behind + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+    list.archive = l->archive;
+    list.warm = l->warm;
+    list.len = list.chunk = list.chunk_was = l->len;
+    return list;
+}
+
+/* The host's coding of a block. */
+static int tkvcu_host_coding(const tkv_cache *kv, int layer, int region, int version) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkv_tier tier = tkvcu_tier_of[region];
+    if (region == TKVCU_SINKS) return p->sink_coding;
+    return p->now.coding[tier] + (p->now.shared[tier] ? version : 0);
+}
+
+/* Tables of a layer that its coded blocks name, and the one that is current: does kv have others in their
+ * place? */
+static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, const tkvcu_taken *t) {
+    const uint8_t *version = t->version + (size_t)layer * (size_t)t->most;
+    int i;
+    for (i = 0; i < t->list[layer].archive + t->list[layer].warm; i++)
+        if (!tkvcu_has_table(kv, layer, version[i]) || !tkvcu_same_table(cu->host, kv, layer, version[i]))
+            return 1;
+    return 0;
+}
+
+/* Memory for tables and blocks of the sequence, or nothing has changed. */
+static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int layer, i, block, v, want = 1;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list list = tkvcu_host_list(p, &t->list[layer]);
+        if (p->stored != layer) continue;
+        if (list.len > kv->tables.cfg.max_tokens)
+            return tkvcu_fail(cu, TKV_ERR_CAPACITY, "the cache's sequences have at most",
+                              kv->tables.cfg.max_tokens, " tokens");
+        if (p->allocates && kv->tables.current[layer] >= 0 && tkvcu_tables_clash(cu, kv, layer, t))
+            return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
+        for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current[layer] < 0; v++)
+            if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
+                return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
+        for (i = 0; i < list.n; i++) {
+            const int region = tkvcu_region_of(&list, i, &block);
+            tkvi_peak_take(&paper, tkvcu_host_coding(kv, layer, region, 0));
+        }
+        want = tkvi_max(want, list.n + 1);
+    }
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &paper))
+        return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
+                          NULL);
+    return TKV_OK;
+}
+
+static int tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, int layer,
+                              const tkvcu_taken *t, cudaStream_t stream) {
+    const tkvcu_view *v = &cu->view[layer];
+    const tkvi_list list = tkvcu_host_list(&kv->tables.plan[layer], &t->list[layer]);
+    uint32_t *ids = tkvi_ids(kv, host_seq, layer);
+    int i, block, version, st = TKV_OK;
+    if (kv->tables.plan[layer].allocates && kv->tables.current[layer] < 0) {
+        for (version = 0; version < TKVI_VERSIONS; version++)
+            if (tkvcu_has_table(cu->host, layer, version)) tkvcu_copy_table(kv, cu->host, layer, version);
+        kv->tables.current[layer] = cu->host->tables.current[layer];
+        tkvi_learned(kv, layer, 0);
+    }
+    for (i = 0; i < list.n; i++) {
+        const int region = tkvcu_region_of(&list, i, &block), first = region == TKVCU_SINKS;
+        const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
+        version = first ? 0 : t->version[(size_t)layer * (size_t)t->most + (size_t)block];
+        ids[i] = tkvi_new_block(&kv->pool, tkvcu_host_coding(kv, layer, region, version), start);
+        if (!st)
+            st = tkvcu_checked(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
+                                                   tkvcu_block_at(v, region, seq, block), v->block[region],
+                                                   cudaMemcpyDeviceToHost, stream));
+    }
+    *tkvi_list_of(kv, host_seq, layer) = list;
+    return st;
+}
+
+int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream stream) {
+    tkvcu_taken t;
+    size_t layers;
+    int layer, st;
+    if (!cu) return TKV_ERR_ARG;
+    st = tkvcu_same_kind(cu, kv);
+    if (!st) st = tkvcu_seq_ok(cu, seq, kv, host_seq);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, host_seq, layer)->n)
+            st = tkvcu_fail(cu, TKV_ERR_STATE, "not empty: sequence", host_seq, " of the cache");
+    if (st) return st;
+    layers = (size_t)kv->tables.cfg.n_layers;
+    t.most = tkvcu_most_blocks(cu);
+    t.list = (tkvcu_list *)calloc(layers, sizeof *t.list);
+    t.version = (uint8_t *)calloc(layers, (size_t)t.most);
+    st = t.list && t.version ? tkvcu_take_state(cu, seq, &t, stream)
+                             : tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for versions", 0, NULL);
+    if (!st) st = tkvcu_export_ready(cu, kv, host_seq, &t);
+    if (!st) {
+        for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
+        if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
+        if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
+        else tkvi_settle(kv, host_seq);
+    }
+    free(t.list);
+    free(t.version);
+    return st;
+}
+
+#endif /* TKVCU_TRANSFER_H */
+/* ======== calls.h ======== */
+/*
+ * calls.h - what is called at every step, and reports.
+ */
+#ifndef TKVCU_CALLS_H
+#define TKVCU_CALLS_H
+
+
+int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
+                 const int32_t *d_seq_map, tkvcu_stream stream) {
+    const tkvi_tables *t;
+    const tkvi_plan *p;
+    tkvcu_append_call c;
+    if (!cu) return TKV_ERR_ARG;
+    t = &cu->host->tables;
+    if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored != layer)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V of its own in layer", layer, "");
+    if (!d_k || !d_v) return tkvcu_fail(cu, TKV_ERR_ARG, "k or v is missing", 0, NULL);
+    if ((unsigned)type > TKV_TYPE_BF16)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
+    if (n_tokens < 1 || n_tokens > tkvi_min(TKVCU_MAX_APPEND, t->cfg.max_append))
+        return tkvcu_fail(cu, TKV_ERR_ARG, "n_tokens is", n_tokens,
+                          "; it must be 1 to 64, cfg.max_append at most");
+    p = &t->plan[layer];
+    memset(&c, 0, sizeof c);
+    c.x[0] = d_k;
+    c.x[1] = d_v;
+    c.seq_map = d_seq_map;
+    c.layer = &cu->layer[layer];
+    c.word = cu->word;
+    c.type = type;
+    c.n_tokens = n_tokens;
+    c.max_tokens = cu->max_tokens;
+    c.hot = p->now.hot;
+    c.warm = p->now.warm;
+    c.same = p->now.key[TKV_WARM] == p->now.key[TKV_ARCHIVE];
+    c.fit = t->cfg.fit;
+    c.saturate = t->cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
+    cu->appended[layer] = 1;
+    TKVCU_LAUNCH(tkvcu_append_kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
+                 dim3(TKVCU_ENCODERS), tkvcu_desk_bytes(t->cfg.head_dim), stream, cu->view[layer], c);
+    return tkvcu_launched(cu);
+}
+
+int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
+                 const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
+                 tkvcu_stream stream) {
+    const tkvcu_attend_params none = {0.0f, 0.0f, 0, NULL}, *p = params ? params : &none;
+    const tkvcu_view *v;
+    const tkv_config *cfg;
+    tkvcu_attend_call c;
+    if (!cu) return TKV_ERR_ARG;
+    v = tkvcu_view_of(cu, layer);
+    cfg = &cu->host->tables.cfg;
+    if (!v) return tkvcu_fail(cu, TKV_ERR_ARG, "there is no K and V in layer", layer, "");
+    if (!d_q || !d_out) return tkvcu_fail(cu, TKV_ERR_ARG, "q or out is missing", 0, NULL);
+    if ((unsigned)type > TKV_TYPE_BF16)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "type must be a tkv_type", 0, NULL);
+    if (n_queries < 1 || n_queries > cu->max_queries)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "n_queries is", n_queries, "; it must be 1 to max_queries");
+    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f || p->window < TKV_NONE)
+        return tkvcu_fail(cu, TKV_ERR_ARG, "scale, softcap or window is out of range", 0, NULL);
+    memset(&c, 0, sizeof c);
+    c.q = d_q;
+    c.out = d_out;
+    c.lse = d_lse;
+    c.sinks = p->d_sinks;
+    c.seq_map = d_seq_map;
+    c.word = cu->word;
+    c.type = type;
+    c.n_queries = n_queries;
+    c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
+    c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
+    c.softcap = p->softcap;
+    return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));
+}
+
+int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
+    if (!cu) return TKV_ERR_ARG;
+    if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
+    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_ENCODERS - 1) / TKVCU_ENCODERS),
+                 dim3(TKVCU_ENCODERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
+                 cu->n_seqs, d_lengths, cu->word);
+    return tkvcu_launched(cu);
+}
+
+int tkvcu_lengths(const tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream) {
+    const tkvcu_view *v;
+    cudaError_t e;
+    if (!cu || !lengths) return TKV_ERR_ARG;
+    v = tkvcu_view_of(cu, layer);
+    if (!v) return TKV_ERR_ARG;
+    e = cudaMemcpy2DAsync(lengths, sizeof *lengths, &v->list->len, sizeof *v->list, sizeof *lengths,
+                          (size_t)cu->n_seqs, cudaMemcpyDefault, stream);
+    return e == cudaSuccess ? TKV_OK : TKVCU_ERR_CUDA;
+}
+
+int tkvcu_status(tkvcu *cu, uint32_t *word, int clear, tkvcu_stream stream) {
+    int st;
+    if (!cu) return TKV_ERR_ARG;
+    if (!word) return tkvcu_fail(cu, TKV_ERR_ARG, "the word is missing", 0, NULL);
+    st = tkvcu_checked(cu, cudaMemcpyAsync(word, cu->word, sizeof *word, cudaMemcpyDefault, stream));
+    if (!st && clear) st = tkvcu_checked(cu, cudaMemsetAsync(cu->word, 0, sizeof *word, stream));
+    return st;
+}
+
+const char *tkvcu_strerror(int status) {
+    if (status == TKVCU_ERR_CUDA)
+        return "a call of the CUDA runtime failed: tkvcu_last_error has what it said";
+    if (status == TKVCU_ERR_UNSUPPORTED) return "tieredkv.h can do this, tieredkv_cuda.cu cannot";
+    if (status > TKV_OK || status <= TKV_STATUS_LAST_) return "not a status";
+    return tkv_status_text((tkv_status)status);
+}
+
+const char *tkvcu_last_error(const tkvcu *cu) { return cu ? cu->error : ""; }
+
+#endif /* TKVCU_CALLS_H */
+#endif /* TKVCU_INTERFACE_ONLY */
