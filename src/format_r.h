@@ -100,15 +100,13 @@ TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, 
     return sum;
 }
 
-/* Codes of token number t with the values x; returns its scale. */
-TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
-    float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+/* Codes of token number t with the rotated values y; returns its scale. */
+TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
+    float most = 0.0f, by, step;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;
     int c;
     memset(u, 0, sizeof u);
-    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-    tkvi_rotate(y, s->dim);
     for (c = 0; c < s->dim; c++) {
         float a = fabsf(y[c]); /* no branch: signs are coins */
         most = a > most ? a : most;
@@ -128,8 +126,13 @@ TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_cod
 
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
                                float *scale) {
-    int t;
-    for (t = 0; t < n; t++) scale[t] = tkvi_r_token(s, x + (size_t)t * stride, t, code);
+    int t, c;
+    for (t = 0; t < n; t++, x += stride) {
+        float y[TKV_MAX_HEAD_DIM];
+        for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+        tkvi_rotate(y, s->dim);
+        scale[t] = tkvi_r_rotated(s, y, t, code);
+    }
 }
 
 /* Clears the codes of token t where there is no value; returns its scale as it is stored. */

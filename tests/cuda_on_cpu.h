@@ -458,7 +458,11 @@ typedef enum {
     cudaMemcpyDeviceToDevice,
     cudaMemcpyDefault
 } cudaMemcpyKind;
-typedef enum { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 } cudaDeviceAttr;
+typedef enum {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+} cudaDeviceAttr;
 typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
 
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
@@ -512,9 +516,12 @@ static inline cudaError_t cudaGetDevice(int *d) {
     *d = 0;
     return cudaSuccess;
 }
-static int cpu_processors = 3; /* of the device that is played */
+static int cpu_processors = 3, cpu_capability = 9,
+           cpu_shared_most = 232448; /* of the device that is played */
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, int) {
-    *x = which == cudaDevAttrMultiProcessorCount ? cpu_processors : 9;
+    *x = which == cudaDevAttrMultiProcessorCount      ? cpu_processors
+         : which == cudaDevAttrComputeCapabilityMajor ? cpu_capability
+                                                      : cpu_shared_most;
     return cudaSuccess;
 }
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }

@@ -118,8 +118,26 @@ static uint32_t word_of(const rig *r) {
     return word;
 }
 
+/* Attention's slots hold every coded side, whatever the tables. */
+static void slots_do(const rig *r) {
+    const size_t n = tkvcu_sides(&r->cu->host->tables.cfg);
+    std::vector<uint8_t> bytes;
+    tkvcu_side side;
+    size_t i;
+    int layer;
+    for (layer = 0; layer < r->cfg.n_layers; layer++) {
+        if (r->cu->host->tables.plan[layer].stored != layer) continue;
+        bytes = fetch(r->cu->view[layer].side, n * sizeof side);
+        for (i = 0; i < n; i++) {
+            memcpy(&side, bytes.data() + i * sizeof side, sizeof side);
+            if (side.kind != TKVCU_EXACT) CHECK_LE(side.bytes, r->cu->split.slot_bytes);
+        }
+    }
+}
+
 static void rig_close(rig *r) {
     if (r->cu) CHECK_EQ(word_of(r), 0);
+    if (r->cu) slots_do(r);
     if (r->kv) CHECK_EQ(tkv_check(r->kv, NULL, 0), TKV_OK);
     CHECK(arena_close(&r->cache) & arena_close(&r->work));
     CHECK(arena_close(&r->k) & arena_close(&r->v) & arena_close(&r->map));
@@ -336,6 +354,29 @@ TEST(types_of_input) {
         }
         rig_close(&r);
     }
+}
+
+/* BF16 holds more than any code: encoders cut it. */
+TEST(huge_values) {
+    tkv_config cfg = config_of("balanced", 128);
+    const int32_t map[2] = {0, -1};
+    std::vector<float> x((size_t)(64 * 2 * 128));
+    rig r;
+    int step, i;
+    cfg.hot.k = cfg.hot.v = TKV_BF16;
+    if (rig_alike(&r, &cfg)) {
+        put(&r.map, map, sizeof map);
+        for (step = 0; step < 4; step++) {
+            tkv_rng_fill(&r.rng, x.data(), x.size(), 1e33);
+            put(&r.k, x.data(), x.size() * sizeof(float));
+            for (i = 0; i < 2; i++) {
+                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
+                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
+            }
+        }
+        same(&r, 0, 0, 256);
+    }
+    rig_close(&r);
 }
 
 static void trim_to(rig *r, int a, int b) {
@@ -714,14 +755,24 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_query(&desc, NULL, &b, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_query(&desc, &a, NULL, NULL, 0), TKV_ERR_ARG);
     if (!rig_open(&r, &cfg)) return;
-    before = fetch(r.cache.mem, r.cache.bytes);
     CHECK_EQ(tkvcu_create(&desc, NULL, r.cache.bytes, x.data(), 1, NULL, &cu), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem + 1, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_ARG);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes - 1, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_CAPACITY);
     CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, 0, NULL, &cu), TKV_ERR_CAPACITY);
+#ifndef __CUDACC__ /* other devices */
+    cpu_capability = 7;
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKVCU_ERR_UNSUPPORTED);
+    cpu_capability = 9;
+    cpu_shared_most = 8192;
+    CHECK_EQ(tkvcu_create(&desc, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
+             TKVCU_ERR_UNSUPPORTED);
+    cpu_shared_most = 232448;
+#endif
     CHECK(cu == untouched);
+    before = fetch(r.cache.mem, r.cache.bytes);
     CHECK_EQ(tkvcu_append(NULL, 0, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, -1, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_append(r.cu, 2, x.data(), x.data(), TKV_TYPE_F32, 1, NULL, NULL), TKV_ERR_ARG);
@@ -793,35 +844,62 @@ TEST(import_refuses) {
     rig_close(&r);
 }
 
-/* Once blocks may be coded with a table, another one cannot take its number. */
-TEST(tables) {
-    tkv_config cfg = config_of("balanced", 64);
+/* Tables of 640 tokens whose keys are `size` times as large, as bytes. */
+static std::vector<uint8_t> learned(rig *r, float size) {
     std::vector<float> x((size_t)(64 * 2 * 64));
     std::vector<uint8_t> table(1 << 16);
     size_t bytes = 0;
-    rig r, other;
+    tkv_cache *kv = NULL;
     int n;
-    if (rig_open(&r, &cfg) && rig_open(&other, &cfg)) {
-        for (n = 0; n < 640; n += 64) {
-            tokens(&r, x.data(), x.data(), 64);
-            CHECK_EQ(tkv_append(r.kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
-        }
-        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
-        CHECK_EQ(tkv_calibration_save(r.kv, table.data(), table.size(), &bytes), TKV_OK);
+    CHECK_EQ(tkv_create(&r->cfg, &kv), TKV_OK);
+    for (n = 0; n < 640; n += 64) {
+        tokens(r, x.data(), x.data(), 64);
+        for (float &y : x) y *= size;
+        CHECK_EQ(tkv_append(kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
+    }
+    CHECK_EQ(tkv_calibration_freeze(kv), TKV_OK);
+    CHECK_EQ(tkv_calibration_save(kv, table.data(), table.size(), &bytes), TKV_OK);
+    table.resize(bytes);
+    tkv_destroy(kv);
+    return table;
+}
+
+TEST(tables) {
+    tkv_config cfg = config_of("balanced", 64);
+    std::vector<uint8_t> one, two;
+    rig r, other, third;
+    if (rig_open(&r, &cfg) && rig_open(&other, &cfg) && rig_open(&third, &cfg)) {
+        one = learned(&r, 1.0f);
+        two = learned(&r, 9.0f);
+        CHECK_EQ(tkv_calibration_load(r.kv, one.data(), one.size()), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
         CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK); /* the same once more */
-        CHECK_EQ(tkv_reset(r.kv, 0), TKV_OK);
-        grow(&r, 0, 400, 1); /* both encode by what was learned */
-        CHECK_EQ(tkv_calibration_load(other.kv, table.data(), bytes), TKV_OK);
-        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_OK); /* that has the same tables */
+        grow(&r, 0, 400, 1);
+        /* A second version: blocks keep the one that they were coded with. */
+        CHECK_EQ(tkv_calibration_load(r.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(r.kv->tables.current[0], 1);
+        CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+        grow(&r, 0, 590, 1);
+        CHECK_EQ(tkvcu_import(third.cu, 1, r.kv, 0, NULL), TKV_OK);
+        std::swap(third.kv, r.kv);
+        same(&third, 0, 1, 590);
+        std::swap(third.kv, r.kv);
+        CHECK_EQ(tkvcu_export(third.cu, 1, third.kv, 0, NULL), TKV_OK);
+        CHECK_EQ(third.kv->tables.current[0], 1);
+        same(&third, 0, 1, 590);
+        /* Once blocks may be coded with a table, another one cannot take its number. */
         grow(&other, 1, 64, 0);
         CHECK_EQ(tkvcu_tables(other.cu, r.kv, NULL), TKV_ERR_STATE);
         CHECK_STR(tkvcu_last_error(other.cu), "blocks here may be coded with another table of layer 0; take "
                                               "over tables before the first append");
         CHECK_EQ(tkvcu_import(other.cu, 0, r.kv, 0, NULL), TKV_ERR_STATE);
+        CHECK_EQ(tkv_calibration_load(other.kv, two.data(), two.size()), TKV_OK);
+        CHECK_EQ(tkvcu_export(r.cu, 0, other.kv, 0, NULL), TKV_ERR_STATE); /* its version 0 is another */
+        CHECK_STR(tkvcu_last_error(r.cu), "the cache has another table in layer 0");
     }
     rig_close(&r);
     rig_close(&other);
+    rig_close(&third);
 }
 
 TEST(texts) {
@@ -845,6 +923,7 @@ int main(int argc, char **argv) {
     RUN(import_and_export);
     RUN(goes_on_after_import);
     RUN(types_of_input);
+    RUN(huge_values);
     RUN(trim);
     RUN(full_and_not_finite);
     RUN(saturates_when_asked);

@@ -91,7 +91,8 @@ typedef struct tkvcu_desc {
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
  * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
- * error. Waits. */
+ * error. TKVCU_ERR_UNSUPPORTED: the device is older than 8.0, or a block of threads there has less shared
+ * memory than these formats take. Waits. */
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out);
 void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */

@@ -547,6 +547,66 @@ TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8
     else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
 }
 
+/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a table of
+ * eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
+                                int g, int t) {
+    const uint32_t magic = 0x64646464u, minus = tkvcu_f16x2(-1024.0f - 128.0f, -1024.0f - 128.0f);
+    const uint32_t all[4] = {minus, minus, minus, minus};
+    uint32_t level[2][2] = {{0, 0}, {0, 0}};
+    float bias[NT][4];
+    int i, k, nt, half;
+    TKVCU_UNROLL
+    for (half = 0; half < 2; half++) TKVCU_UNROLL
+    for (k = 0; k < 8; k++)
+        level[half][k / 4] |= (uint32_t)(tkvi_r_pairs[16 * half + k] + 128) << 8 * (k % 4);
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        bias[nt][0] = bias[nt][1] = bias[nt][2] = bias[nt][3] = 0.0f;
+        TKVCU_UNROLL
+        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], all, b[k][nt]);
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 32; k++) {
+        const tkvcu_words low = tkvcu_two(slot + (4 * k + t) * 64, g);
+        const tkvcu_words top = tkvcu_two(slot + D / 8 * 64 + (2 * k + t / 2) * 64, g);
+        uint32_t select[4][2];
+        int plane;
+        TKVCU_UNROLL
+        for (plane = 0; plane < 4; plane++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++) { /* a code in each byte, then in each of four nibbles */
+            const uint32_t x = (i ? low.y : low.x) >> 2 * plane,
+                           y = (i ? top.y : top.x) >> (plane + t % 2 * 4);
+            const uint32_t code = (x & 0x03030303u) | (y & 0x01010101u) << 2;
+            const uint32_t two = (code | code >> 4) & 0x00ff00ffu;
+            select[plane][i] = two | two >> 8;
+        }
+        TKVCU_UNROLL
+        for (half = 0; half < 2; half++) {
+            float sum[NT][4];
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+            TKVCU_UNROLL
+            for (plane = 0; plane < 4; plane++) {
+                uint32_t a[4];
+                TKVCU_UNROLL
+                for (i = 0; i < 2; i++) {
+                    const uint32_t four = tkvcu_prmt(level[half][0], level[half][1], select[plane][i]);
+                    a[i] = tkvcu_prmt(four, magic, 0x4240u);
+                    a[2 + i] = tkvcu_prmt(four, magic, 0x4341u);
+                }
+                TKVCU_UNROLL
+                for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[plane][nt]);
+            }
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) u.o[2 * k + half][nt][i] += sum[nt][i] * (1.0f / 64.0f);
+        }
+    }
+}
+
 /* >>units */
 TKVCU_DEVICE int tkvcu_position_of_query(const tkvcu_job &j, const tkvcu_task &k, int column) {
     return k.reach.len - j.n_queries + (k.column + column) / k.group;
@@ -628,7 +688,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     }
     if (VG == 1 || groups == 1) {
         tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+        if (side.kind == TKVCU_R && side.half_bits == 3) tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
+        else tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
     } else {
         for (i = 0; i < groups; i++) {
             tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
