@@ -34,7 +34,8 @@
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
-#define TKVCU_LIFT 8.0f /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_BOTTOM (-127) /* exponent of units that nothing has been added up in */
+#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
 
 typedef struct tkvcu_job { /* a call, as kernels see it */
     tkvcu_view view;
@@ -96,7 +97,11 @@ TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
 
 TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
 
-TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
+/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
+TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
+    const int working = units < blocks ? units : blocks;
+    return block < working ? (int)((int64_t)units * block / working) : units;
+}
 
 /* >>elements of the caller's arrays */
 TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
@@ -174,7 +179,7 @@ template <int D, int NT, int VG> struct tkvcu_sums {
     tkvcu_part<NT> soft;
     float o[D / 16][NT][4]; /* channels x columns */
     float zero[VG][NT][2];  /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
-    int top;                /* o and zero are in units of 2^top */
+    int top;                /* o is in units of 2^top: see tkvcu_v_meta */
 };
 
 struct tkvcu_lane {
@@ -202,7 +207,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
             for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
         }
     }
-    u.top = 0;
+    u.top = TKVCU_BOTTOM;
 }
 
 /* >>loading */
@@ -434,31 +439,59 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT
 }
 
 /* >>V */
-/* Scales of the tokens, with what undoes their plane's factor; KIVI: zeros. 2^-top times. */
-TKVCU_DEVICE void tkvcu_v_meta(const tkvcu_side &s, const uint8_t *slot, float *out, int groups, int lane,
-                               const uint32_t *mantissa) {
-    const uint8_t *m = slot + s.code_bytes;
-    const int width = s.half_bits == 3 ? 0 : s.half_bits / 2;
-    int i, k;
-    for (i = lane; i < 64 * groups; i += 32) {
-        const int plane = i % 16 / 4;
-        const int up = width == 1   ? 6 + plane
-                       : width == 2 ? 2 + 2 * plane
-                       : width == 3 ? 1 + 2 * plane
-                       : width == 4 ? 2 + plane % 2 * 4
-                       : width == 8 ? 2
-                                    : 0;
-        const float undo = tkvcu_from_bits((uint32_t)(127 - up) << 23);
-        if (s.kind == TKVCU_R) {
-            out[i] = tkvcu_log_value(m[i], 0, mantissa) * undo;
-        } else {
-            const uint32_t scale = *(const uint16_t *)(const void *)(m + 2 * i);
-            const uint32_t zero = *(const uint16_t *)(const void *)(m + 128 * groups + 2 * i);
-            k = 64 * groups + i;
-            out[i] = tkvcu_f16_lo(scale) * undo;
-            out[k] = tkvcu_f16_lo(zero);
-        }
+/* The sums in other units, larger ones. */
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
+    const float by = tkvcu_from_bits((uint32_t)tkvi_max(0, 127 + u.top - top) << 23);
+    int k, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) u.o[k][nt][i] *= by;
     }
+    u.top = top;
+}
+
+/* Scales of the tokens in units of 2^u.top, with what undoes their plane's factor; KIVI: zeros, as they are. The
+ * units become those of the largest scale when there are none yet, or one is above 16: a weight is 2^12 at most (by
+ * TKVCU_LIFT, and 4 that the maximum may lag behind) and no factor below 2, so weights times scales are below 2^15:
+ * no half overflows, whatever the values are. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
+                               int lane, const uint32_t *mantissa) {
+    const uint8_t *m = slot + s.code_bytes;
+    const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
+    const int plane = lane % 16 / 4; /* of all tokens of this lane */
+    const int up = width == 1   ? 6 + plane
+                   : width == 2 ? 2 + 2 * plane
+                   : width == 3 ? 1 + 2 * plane
+                   : width == 4 ? 2 + plane % 2 * 4
+                                : 2;
+    float x[2 * VG], most = 0.0f, by;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 2 * VG; i++) {
+        const int at = lane + 32 * i;
+        if (i >= n) continue;
+        if (kivi) {
+            x[i] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 2 * at));
+            out[64 * VG + at] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 128 * VG + 2 * at));
+        } else {
+            x[i] = tkvcu_log_value(m[at], s.top, mantissa);
+        }
+        most = fmaxf(most, x[i]);
+    }
+    if (__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 4 + u.top) << 23))) {
+        uint32_t bits;
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        memcpy(&bits, &most, 4);
+        tkvcu_retop(u, (int)(bits >> 23) - 127);
+    }
+    by = tkvcu_from_bits((uint32_t)(127 - up - u.top) << 23);
+    TKVCU_UNROLL
+    for (i = 0; i < 2 * VG; i++)
+        if (i < n) out[lane + 32 * i] = x[i] * by;
 }
 
 /* Weights p (lane's rows and columns) as second operands of V's product. */
@@ -474,9 +507,9 @@ TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_
         for (nt = 0; nt < NT; nt++) {
             uint8_t *at = memory + 1024 * nt + 4 * t;
             *(uint32_t *)(void *)(at + 16 * (16 * p + (g ^ 2 * p))) =
-                tkvcu_f16x2(fminf(w[p][nt][0] * x, 65504.0f), fminf(w[p][nt][1] * x, 65504.0f));
+                tkvcu_f16x2(w[p][nt][0] * x, w[p][nt][1] * x);
             *(uint32_t *)(void *)(at + 16 * (16 * p + 8 + (g ^ (2 * p + 1)))) =
-                tkvcu_f16x2(fminf(w[p][nt][2] * y, 65504.0f), fminf(w[p][nt][3] * y, 65504.0f));
+                tkvcu_f16x2(w[p][nt][2] * y, w[p][nt][3] * y);
         }
     }
     __syncwarp();
@@ -610,7 +643,7 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
     int i, p, nt;
-    tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
+    tkvcu_v_meta(u, side, slot, me.weights_meta, me.lane, b.mantissa);
     __syncwarp();
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
@@ -800,20 +833,6 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     }
 }
 
-/* The sums in other units. */
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
-    const int by = u.top - top;
-    int k, nt, i;
-    if (by == 0) return;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        TKVCU_UNROLL
-        for (k = 0; k < D / 16; k++) u.o[k][nt][i] = ldexpf(u.o[k][nt][i], by);
-    }
-    u.top = top;
-}
-
 /* Rows of the task's region that are there, from 16 exact ones' first on. */
 TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int unit) {
     const int sinks = tkvi_min(j.view.sinks, k.reach.len);
@@ -899,6 +918,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
     const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
+    const float unit = exact ? 1.0f : tkvcu_from_bits((uint32_t)(127 + u.top) << 23);
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -921,8 +941,8 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
             for (w = 0; w < VG; w++) /* an index that is known: these are registers */
                 if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
             const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
-            column[at] = ldexpf(u.o[c][nt][i], u.top) + zero;
-            column[at + (exact ? 8 : 1)] = ldexpf(u.o[c][nt][2 + i], u.top) + zero;
+            column[at] = u.o[c][nt][i] * unit + zero;
+            column[at + (exact ? 8 : 1)] = u.o[c][nt][2 + i] * unit + zero;
         }
     }
     __syncthreads();
@@ -1061,7 +1081,6 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
             if (b.task.region >= TKVCU_SINKS) {
                 tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
             } else {
-                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
                 tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
             }
             __syncthreads();
