@@ -295,7 +295,9 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
 }
 
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
-    return __byte_perm(a, b, select);
+    uint32_t x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
+    return x;
 }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
@@ -977,6 +979,52 @@ template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t,
     }
 }
 
+/* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the point's
+ * coordinates plus 128, in units of 1/64. Two planes at a time: their codes are the nibbles of a byte. */
+#define TKVCU_PAIR_BITS 6
+#define TKVCU_PAIR_MINUS 0xe480e480u /* -(1024 + 128), twice */
+
+TKVCU_DEVICE tkvcu_words tkvcu_pair_points(int second) {
+    tkvcu_words x;
+    x.x = second ? 0x32ce659bu : 0xce32659bu;
+    x.y = second ? 0x6001a0ffu : 0x0160ffa0u;
+    return x;
+}
+
+/* One lane's words 2 g and 2 g + 1 of a tile, bytes in the order 0, 2, 1, 3. */
+struct tkvcu_pair_tile {
+    uint32_t wide[2], half[2];
+};
+
+TKVCU_DEVICE void tkvcu_fetch_pairs(tkvcu_pair_tile &x, const uint8_t *wide, const uint8_t *half, int upper,
+                                    int g) {
+    const tkvcu_words w = tkvcu_two(wide, g), h = tkvcu_two(half, g);
+    x.wide[0] = tkvcu_prmt(w.x, 0, 0x3120);
+    x.wide[1] = tkvcu_prmt(w.y, 0, 0x3120);
+    x.half[0] = tkvcu_prmt(h.x >> upper, 0, 0x3120);
+    x.half[1] = tkvcu_prmt(h.y >> upper, 0, 0x3120);
+}
+
+/* Codes of planes P and P + 1 (0 or 2) of word i: nibbles of the bytes. */
+template <int P> TKVCU_DEVICE uint32_t tkvcu_pair_codes(const tkvcu_pair_tile &x, int i) {
+    return (tkvcu_move<-2 * P>(x.wide[i]) & 0x03030303u) | (tkvcu_move<2 - 2 * P>(x.wide[i]) & 0x30303030u) |
+           (tkvcu_move<2 - P>(x.half[i]) & 0x04040404u) | (tkvcu_move<5 - P>(x.half[i]) & 0x40404040u);
+}
+
+/* Their first or second channels as first operands: 1024 + 128 + 64 times the coordinate. */
+TKVCU_DEVICE void tkvcu_pair_fragments(const uint32_t code[2], tkvcu_words points, uint32_t a[2][4]) {
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        const uint32_t even = tkvcu_prmt(points.x, points.y, code[i]);
+        const uint32_t odd = tkvcu_prmt(points.x, points.y, code[i] >> 16);
+        a[0][i] = tkvcu_prmt(even, 0x64646464u, 0x4240);
+        a[1][i] = tkvcu_prmt(even, 0x64646464u, 0x4341);
+        a[0][2 + i] = tkvcu_prmt(odd, 0x64646464u, 0x4240);
+        a[1][2 + i] = tkvcu_prmt(odd, 0x64646464u, 0x4341);
+    }
+}
+
 /* Where the tiles of a side lie: runs of widths, widest first, then the 1-bit vectors (tile.h). */
 struct tkvcu_tiles {
     uint32_t wide, halves; /* bytes from the side's start */
@@ -1448,11 +1496,12 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
     const uint8_t *m = slot + s.code_bytes;
     const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
     const int plane = lane % 16 / 4; /* of all tokens of this lane */
-    const int up = width == 1   ? 6 + plane
-                   : width == 2 ? 2 + 2 * plane
-                   : width == 3 ? 1 + 2 * plane
-                   : width == 4 ? 2 + plane % 2 * 4
-                                : 2;
+    const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
+                   : width == 1     ? 6 + plane
+                   : width == 2     ? 2 + 2 * plane
+                   : width == 3     ? 1 + 2 * plane
+                   : width == 4     ? 2 + plane % 2 * 4
+                                    : 2;
     float x[2 * VG], most = 0.0f, by;
     int i;
     TKVCU_UNROLL
@@ -1555,6 +1604,54 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
     }
 }
 
+/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
+                                int g, int t) {
+    const uint32_t minus[4] = {TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS};
+    float bias[NT][4];
+    int i, k, nt, h;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
+        TKVCU_UNROLL
+        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], minus, b[k][nt]);
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 32; k++) {
+        tkvcu_pair_tile tile;
+        uint32_t code[2][2];
+        tkvcu_fetch_pairs(tile, slot + (4 * k + t) * 64, slot + D / 8 * 64 + (2 * k + t / 2) * 64, t % 2 * 4,
+                          g);
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            code[0][i] = tkvcu_pair_codes<0>(tile, i);
+            code[1][i] = tkvcu_pair_codes<2>(tile, i);
+        }
+        TKVCU_UNROLL
+        for (h = 0; h < 2; h++) {
+            float sum[NT][4];
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) {
+                uint32_t a[2][4];
+                tkvcu_pair_fragments(code[i], tkvcu_pair_points(h), a);
+                TKVCU_UNROLL
+                for (nt = 0; nt < NT; nt++) {
+                    tkvcu_mma_f16(sum[nt], a[0], b[2 * i][nt]);
+                    tkvcu_mma_f16(sum[nt], a[1], b[2 * i + 1][nt]);
+                }
+            }
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) u.o[2 * k + h][nt][i] += sum[nt][i];
+        }
+    }
+}
+
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
                                 const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
@@ -1647,7 +1744,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     }
     if (VG == 1 || groups == 1) {
         tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+        if (side.half_bits == 3) tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
+        else tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
     } else {
         for (i = 0; i < groups; i++) {
             tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);

@@ -57,6 +57,47 @@ template <int W> static void one_width(tkv_rng *rng) {
     }
 }
 
+/* Pairs: what the lookup gives is what format_r.h has, in each place. */
+static void pairs(tkv_rng *rng) {
+    uint8_t code[8][TKVI_TILE_CODES], mem[8 * 64 + 4 * 64];
+    tkvi_runs runs;
+    tkvi_tile_at at;
+    int i, j, p, h, slab;
+    memset(&runs, 0, sizeof runs);
+    memset(mem, 0, sizeof mem);
+    runs.n[3] = 8;
+    at = tkvi_tiles(&runs);
+    for (i = 0; i < 8; i++) {
+        for (j = 0; j < TKVI_TILE_CODES; j++) code[i][j] = (uint8_t)tkv_rng_below(rng, 8);
+        tkvi_pack_tile(mem, &at, 3, code[i]);
+        tkvi_next_tile(&at, 3);
+    }
+    at = tkvi_tiles(&runs);
+    for (slab = 0; slab < 2; slab++)
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            tkvcu_pair_tile x;
+            uint32_t a[2][2][2][4]; /* first or second channels, planes 0 and 2, the next one */
+            tkvcu_fetch_pairs(x, mem + (4 * slab + t) * 64, mem + at.halves + (2 * slab + t / 2) * 64,
+                              t % 2 * 4, g);
+            for (h = 0; h < 2; h++) {
+                const uint32_t c0[2] = {tkvcu_pair_codes<0>(x, 0), tkvcu_pair_codes<0>(x, 1)};
+                const uint32_t c2[2] = {tkvcu_pair_codes<2>(x, 0), tkvcu_pair_codes<2>(x, 1)};
+                tkvcu_pair_fragments(c0, tkvcu_pair_points(h), a[h][0]);
+                tkvcu_pair_fragments(c2, tkvcu_pair_points(h), a[h][1]);
+            }
+            for (h = 0; h < 2; h++)
+                for (p = 0; p < 4; p++)
+                    for (i = 0; i < 4; i++)
+                        for (j = 0; j < 2; j++) {
+                            const int byte = 2 * j + i / 2;
+                            const int c = code[4 * slab + t][64 * p + 4 * (2 * g + i % 2) + byte];
+                            CHECK_EQ(cpu_half(a[h][p / 2][p % 2][i] >> 16 * j & 0xffffu),
+                                     1152.0f + (float)tkvi_r_pairs[16 * h + c]);
+                        }
+        }
+}
+
 TEST(unpacking) {
     tkv_rng rng = tkv_rng_seed(3);
     one_width<1>(&rng);
@@ -66,6 +107,7 @@ TEST(unpacking) {
     one_width<5>(&rng);
     one_width<6>(&rng);
     one_width<8>(&rng);
+    pairs(&rng);
 }
 
 /* >>attention */
@@ -268,9 +310,9 @@ static void import_all(rig *r) {
 }
 
 TEST(formats) {
-    static const char *const pairs[] = {"kivi4",   "kivi2",   "kivi3",     "q8",       "a40/r40",
-                                        "a30/r30", "a25/r20", "a20/r10",   "a15/r10",  "a27/r40",
-                                        "a35/r30", "a22/r20", "kivi4/r20", "a30/kivi2"};
+    static const char *const pairs[] = {"kivi4",   "kivi2",   "kivi3",     "q8",        "a40/r40",
+                                        "a30/r30", "a25/r20", "a20/r10",   "a15/r10",   "a27/r40",
+                                        "a35/r30", "a22/r20", "kivi4/r20", "a30/kivi2", "a20/r15"};
     size_t i;
     int dim;
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++)
@@ -442,10 +484,10 @@ TEST(rows_by_map) {
 
 /* The host learns tables on the way: neighbouring blocks are coded by different ones. */
 TEST(table_versions) {
-    static const char *const presets[] = {"balanced", "compact"};
+    static const char *const presets[] = {"balanced", "compact", "extreme"};
     int i, b, changes;
-    for (i = 0; i < 2; i++) {
-        tkv_config cfg = config_of(i ? 64 : 128, 4, 2);
+    for (i = 0; i < 3; i++) {
+        tkv_config cfg = config_of(i == 1 ? 64 : 128, 4, 2);
         const tkvcu_view *v;
         rig r;
         CHECK_EQ(tkv_config_preset(&cfg, presets[i]), TKV_OK);

@@ -462,11 +462,12 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
     const uint8_t *m = slot + s.code_bytes;
     const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
     const int plane = lane % 16 / 4; /* of all tokens of this lane */
-    const int up = width == 1   ? 6 + plane
-                   : width == 2 ? 2 + 2 * plane
-                   : width == 3 ? 1 + 2 * plane
-                   : width == 4 ? 2 + plane % 2 * 4
-                                : 2;
+    const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
+                   : width == 1     ? 6 + plane
+                   : width == 2     ? 2 + 2 * plane
+                   : width == 3     ? 1 + 2 * plane
+                   : width == 4     ? 2 + plane % 2 * 4
+                                    : 2;
     float x[2 * VG], most = 0.0f, by;
     int i;
     TKVCU_UNROLL
@@ -569,6 +570,54 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
     }
 }
 
+/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
+                                int g, int t) {
+    const uint32_t minus[4] = {TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS};
+    float bias[NT][4];
+    int i, k, nt, h;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
+        TKVCU_UNROLL
+        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], minus, b[k][nt]);
+    }
+    TKVCU_UNROLL
+    for (k = 0; k < D / 32; k++) {
+        tkvcu_pair_tile tile;
+        uint32_t code[2][2];
+        tkvcu_fetch_pairs(tile, slot + (4 * k + t) * 64, slot + D / 8 * 64 + (2 * k + t / 2) * 64, t % 2 * 4,
+                          g);
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            code[0][i] = tkvcu_pair_codes<0>(tile, i);
+            code[1][i] = tkvcu_pair_codes<2>(tile, i);
+        }
+        TKVCU_UNROLL
+        for (h = 0; h < 2; h++) {
+            float sum[NT][4];
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) {
+                uint32_t a[2][4];
+                tkvcu_pair_fragments(code[i], tkvcu_pair_points(h), a);
+                TKVCU_UNROLL
+                for (nt = 0; nt < NT; nt++) {
+                    tkvcu_mma_f16(sum[nt], a[0], b[2 * i][nt]);
+                    tkvcu_mma_f16(sum[nt], a[1], b[2 * i + 1][nt]);
+                }
+            }
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++) u.o[2 * k + h][nt][i] += sum[nt][i];
+        }
+    }
+}
+
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
                                 const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
@@ -661,7 +710,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     }
     if (VG == 1 || groups == 1) {
         tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+        if (side.half_bits == 3) tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
+        else tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
     } else {
         for (i = 0; i < groups; i++) {
             tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);

@@ -141,6 +141,52 @@ template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t,
     }
 }
 
+/* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the point's
+ * coordinates plus 128, in units of 1/64. Two planes at a time: their codes are the nibbles of a byte. */
+#define TKVCU_PAIR_BITS 6
+#define TKVCU_PAIR_MINUS 0xe480e480u /* -(1024 + 128), twice */
+
+TKVCU_DEVICE tkvcu_words tkvcu_pair_points(int second) {
+    tkvcu_words x;
+    x.x = second ? 0x32ce659bu : 0xce32659bu;
+    x.y = second ? 0x6001a0ffu : 0x0160ffa0u;
+    return x;
+}
+
+/* One lane's words 2 g and 2 g + 1 of a tile, bytes in the order 0, 2, 1, 3. */
+struct tkvcu_pair_tile {
+    uint32_t wide[2], half[2];
+};
+
+TKVCU_DEVICE void tkvcu_fetch_pairs(tkvcu_pair_tile &x, const uint8_t *wide, const uint8_t *half, int upper,
+                                    int g) {
+    const tkvcu_words w = tkvcu_two(wide, g), h = tkvcu_two(half, g);
+    x.wide[0] = tkvcu_prmt(w.x, 0, 0x3120);
+    x.wide[1] = tkvcu_prmt(w.y, 0, 0x3120);
+    x.half[0] = tkvcu_prmt(h.x >> upper, 0, 0x3120);
+    x.half[1] = tkvcu_prmt(h.y >> upper, 0, 0x3120);
+}
+
+/* Codes of planes P and P + 1 (0 or 2) of word i: nibbles of the bytes. */
+template <int P> TKVCU_DEVICE uint32_t tkvcu_pair_codes(const tkvcu_pair_tile &x, int i) {
+    return (tkvcu_move<-2 * P>(x.wide[i]) & 0x03030303u) | (tkvcu_move<2 - 2 * P>(x.wide[i]) & 0x30303030u) |
+           (tkvcu_move<2 - P>(x.half[i]) & 0x04040404u) | (tkvcu_move<5 - P>(x.half[i]) & 0x40404040u);
+}
+
+/* Their first or second channels as first operands: 1024 + 128 + 64 times the coordinate. */
+TKVCU_DEVICE void tkvcu_pair_fragments(const uint32_t code[2], tkvcu_words points, uint32_t a[2][4]) {
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        const uint32_t even = tkvcu_prmt(points.x, points.y, code[i]);
+        const uint32_t odd = tkvcu_prmt(points.x, points.y, code[i] >> 16);
+        a[0][i] = tkvcu_prmt(even, 0x64646464u, 0x4240);
+        a[1][i] = tkvcu_prmt(even, 0x64646464u, 0x4341);
+        a[0][2 + i] = tkvcu_prmt(odd, 0x64646464u, 0x4240);
+        a[1][2 + i] = tkvcu_prmt(odd, 0x64646464u, 0x4341);
+    }
+}
+
 /* Where the tiles of a side lie: runs of widths, widest first, then the 1-bit vectors (tile.h). */
 struct tkvcu_tiles {
     uint32_t wide, halves; /* bytes from the side's start */

@@ -92,7 +92,9 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
 }
 
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
-    return __byte_perm(a, b, select);
+    uint32_t x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
+    return x;
 }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
