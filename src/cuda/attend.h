@@ -37,6 +37,13 @@
 #define TKVCU_BOTTOM (-127) /* exponent of units that nothing has been added up in */
 #define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
 
+/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows, without
+ * what happens rarely. */
+#ifndef TKVCU_SIDE
+#define TKVCU_SIDE(b, i) (b).side[i]
+#define TKVCU_RARELY(x) (x)
+#endif
+
 typedef struct tkvcu_job { /* a call, as kernels see it */
     tkvcu_view view;
     const void *q;
@@ -212,8 +219,13 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    uint32_t i;
-    for (i = 16u * (uint32_t)lane; i < bytes; i += 512u) tkvcu_cp_async16(slot + i, from + i);
+    uint32_t i, k;
+    TKVCU_ROLL
+    for (i = 16u * (uint32_t)lane; i < bytes; i += 2048u) {
+        TKVCU_UNROLL
+        for (k = 0; k < 2048u; k += 512u)
+            if (i + k < bytes) tkvcu_cp_async16(slot + i + k, from + i + k);
+    }
 }
 
 /* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
@@ -326,19 +338,6 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvc
     for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
 }
 
-/* A run of a width that is known when it runs. */
-template <int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                                const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
-    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
-}
-
 /* Bytes of a tile beside its 1-bit half, by width. */
 TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
     return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
@@ -375,35 +374,37 @@ TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const t
     }
 }
 
-/* All slabs of a K side; those without bits are means alone. */
+/* All slabs of a K side, widest first; those without bits are means alone. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
                                 const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
     tkvcu_tiles at;
-    int w, done = 0;
     at.wide = 0;
     at.half = 0;
-    if (side.kind == TKVCU_KIVI) {
-        at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
-        return;
+    at.halves = side.code_bytes - 128u * (uint32_t)(side.slabs[1] + side.slabs[3] + side.slabs[5]);
+    if (side.half_bits == 16) tkvcu_k_run<8, NT>(s, slot, at, q, meta, D / 16, g, t);
+#define TKVCU_WIDTH_(W)                                                                                      \
+    if (side.slabs[W]) {                                                                                     \
+        const int n = side.slabs[W];                                                                         \
+        tkvcu_k_run<W, NT>(s, slot, at, q, meta, n, g, t);                                                   \
+        at.wide += (uint32_t)n * 256u * (uint32_t)tkvcu_field<W>::vectors;                                   \
+        at.half += tkvcu_field<W>::half * 4 * n;                                                             \
+        q += n * NT * 32;                                                                                    \
+        meta += 4 * n;                                                                                       \
     }
-    at.halves = 0;
-    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
-    for (w = 6; w > 0; w--) {
-        const int n = side.slabs[w];
-        if (n == 0) continue;
-        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
-        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
-        at.half += w % 2 ? 4 * n : 0;
-        done += n;
-    }
+    TKVCU_WIDTH_(6)
+    TKVCU_WIDTH_(5)
+    TKVCU_WIDTH_(4)
+    TKVCU_WIDTH_(3)
+    TKVCU_WIDTH_(2)
+    TKVCU_WIDTH_(1)
+#undef TKVCU_WIDTH_
 }
 
 /* >>softmax */
 TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
     const float log2e = 1.44269504f;
-    if (j.softcap > 0.0f) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
+    if (TKVCU_RARELY(j.softcap > 0.0f)) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
     return s * (j.scale * log2e);
 }
 
@@ -421,7 +422,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT
         most[nt][i] = x;
         grew |= x > u.soft.m[nt][i] + 4.0f;
     }
-    if (!__any_sync(0xffffffffu, grew)) return;
+    if (!TKVCU_RARELY(__any_sync(0xffffffffu, grew))) return;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
@@ -482,7 +483,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
         }
         most = fmaxf(most, x[i]);
     }
-    if (__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 4 + u.top) << 23))) {
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 4 + u.top) << 23)))) {
         uint32_t bits;
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
@@ -643,7 +644,8 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u,
                               float s[4][NT][4], int position, int g, int t) {
     const int oldest = k.reach.len - j.n_queries;
-    const int masked = position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window);
+    const int masked =
+        TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
     float most[NT][2];
     int p, nt, i;
     TKVCU_UNROLL
@@ -676,7 +678,7 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                 tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
                                 int position) {
-    const tkvcu_side &side = b.side[0];
+    const tkvcu_side &side = TKVCU_SIDE(b, 0);
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
     __syncwarp();
     tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
@@ -687,7 +689,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
                                 const float s[4][NT][4], const uint8_t *slot) {
-    const tkvcu_side &side = b.side[1];
+    const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
