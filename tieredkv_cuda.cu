@@ -239,6 +239,15 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+/* d = c + a b. */
+TKVCU_DEVICE void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
+}
+
 TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 /* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
@@ -300,6 +309,13 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
+/* (x & mask) | with: one instruction, if `with` is in a register and the compiler does not know what it is. */
+TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
+    return y;
+}
+
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -311,9 +327,6 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
-
-/* (x & mask) | or, one instruction where the compiler is let to see it. */
-TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
 
 #endif /* TKVCU_WARP_H */
 /* ======== encode.h ======== */
@@ -949,8 +962,9 @@ template <int N> TKVCU_DEVICE uint32_t tkvcu_move(uint32_t x) {
     return N >= 0 ? x << (N & 31) : x >> (-N & 31);
 }
 
-/* Plane P of it: 1024 + factor * code, as a matrix product's first operand. */
-template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4]) {
+/* Plane P of it: 1024 + factor * code, as a matrix product's first operand. magic: TKVCU_MAGIC, out of memory. */
+template <int W, int P>
+TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4], uint32_t magic) {
     typedef tkvcu_field<W> f;
     const int v = f::wide > 0 ? P / f::share : 0;
     const int bit = f::up + f::step * (P % f::share);
@@ -958,7 +972,7 @@ template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t,
     int i;
     TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
-        uint32_t even = TKVCU_MAGIC, odd = TKVCU_MAGIC;
+        uint32_t even = magic, odd = magic;
         if (f::wide > 0) {
             even = tkvcu_pick(t.even[v][i], mask, even);
             odd = tkvcu_pick(t.odd[v][i], mask, odd);
@@ -1208,6 +1222,7 @@ template <int D, int NT> struct tkvcu_block {
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
+    uint32_t magic;           /* TKVCU_MAGIC */
     int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2];       /* of the run */
 };
@@ -1225,6 +1240,7 @@ template <int D, int NT, int VG> struct tkvcu_sums {
 
 struct tkvcu_lane {
     int warp, lane, g, t;
+    uint32_t magic; /* TKVCU_MAGIC, in a register: unpack.h */
     uint8_t *ring;
     tkvcu_scales *meta;
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
@@ -1330,7 +1346,8 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
 /* n slabs, all of width W: S += codes (q scale). */
 template <int W, int NT>
 TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
+                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t,
+                              uint32_t magic) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
     float run[4][NT][4], bias[NT][4];
     int i, k, nt;
@@ -1356,7 +1373,7 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvc
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
 #define TKVCU_PLANE_(P)                                                                                      \
     {                                                                                                        \
-        tkvcu_fragment<W, P>(tile, a);                                                                       \
+        tkvcu_fragment<W, P>(tile, a, magic);                                                                \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
     }
@@ -1411,16 +1428,17 @@ TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const t
 /* All slabs of a K side, widest first; those without bits are means alone. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t,
+                                uint32_t magic) {
     tkvcu_tiles at;
     at.wide = 0;
     at.half = 0;
     at.halves = side.code_bytes - 128u * (uint32_t)(side.slabs[1] + side.slabs[3] + side.slabs[5]);
-    if (side.half_bits == 16) tkvcu_k_run<8, NT>(s, slot, at, q, meta, D / 16, g, t);
+    if (side.half_bits == 16) tkvcu_k_run<8, NT>(s, slot, at, q, meta, D / 16, g, t, magic);
 #define TKVCU_WIDTH_(W)                                                                                      \
     if (side.slabs[W]) {                                                                                     \
         const int n = side.slabs[W];                                                                         \
-        tkvcu_k_run<W, NT>(s, slot, at, q, meta, n, g, t);                                                   \
+        tkvcu_k_run<W, NT>(s, slot, at, q, meta, n, g, t, magic);                                            \
         at.wide += (uint32_t)n * 256u * (uint32_t)tkvcu_field<W>::vectors;                                   \
         at.half += tkvcu_field<W>::half * 4 * n;                                                             \
         q += n * NT * 32;                                                                                    \
@@ -1563,10 +1581,11 @@ TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_
     }
 }
 
-/* Slabs first .. first+n-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
-template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uint32_t halves,
-                              const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
+/* Slabs FIRST .. FIRST+N-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
+template <int D, int W, int FIRST, int N, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
+                              int rotated, int g, int t, uint32_t magic) {
+    const uint8_t *halves = slot + D / 4 * 64 * (int)tkvcu_field<W>::vectors;
     float bias[NT][4];
     int i, k, nt;
     TKVCU_UNROLL
@@ -1580,21 +1599,19 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(bias[nt], a, b[k][nt]);
     }
     TKVCU_UNROLL
-    for (k = 0; k < D / 16; k++) {
+    for (k = FIRST; k < FIRST + N; k++) {
         float sum[NT][4];
         uint32_t a[4];
         tkvcu_tile<W> tile;
-        if (k < first || k >= first + n) continue;
         tkvcu_fetch<W>(tile, slot + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
-                       slot + halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
+                       halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
+        tkvcu_fragment<W, 0>(tile, a, magic);
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16_onto(sum[nt], a, b[0][nt], bias[nt]);
 #define TKVCU_PLANE_(P)                                                                                      \
-    tkvcu_fragment<W, P>(tile, a);                                                                           \
+    tkvcu_fragment<W, P>(tile, a, magic);                                                                    \
     TKVCU_UNROLL                                                                                             \
     for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
-        TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
         TKVCU_PLANE_(3)
@@ -1653,15 +1670,14 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, c
     }
 }
 
-template <int D, int NT, int VG>
+template <int D, int FIRST, int N, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
-                                const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
-    const uint32_t halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(width);
-    if (width == 2) tkvcu_v_run<D, 2, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 3) tkvcu_v_run<D, 3, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 4) tkvcu_v_run<D, 4, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 1) tkvcu_v_run<D, 1, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
+                                const uint32_t b[4][NT][2], int rotated, int g, int t, uint32_t magic) {
+    if (width == 2) tkvcu_v_run<D, 2, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 3) tkvcu_v_run<D, 3, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 4) tkvcu_v_run<D, 4, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 1) tkvcu_v_run<D, 1, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else tkvcu_v_run<D, 8, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
 }
 
 /* >>units */
@@ -1716,7 +1732,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
     __syncwarp();
     tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
-    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t, me.magic);
     tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
@@ -1744,15 +1760,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
         }
     }
-    if (VG == 1 || groups == 1) {
-        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        if (side.half_bits == 3) tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
-        else tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+    if (side.half_bits == 3) {
+        tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
+    } else if (VG == 1 || groups == 1) {
+        tkvcu_v_width<D, 0, D / 16, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, me.g, me.t, me.magic);
     } else {
-        for (i = 0; i < groups; i++) {
-            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
-        }
+        tkvcu_v_width<D, 0, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
+        tkvcu_turn<NT>(s, me.weights_meta + 64, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, D / 16 / VG, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
     }
 }
 
@@ -2147,7 +2163,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
     if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    if (tid == 0) b.magic = TKVCU_MAGIC;
     __syncthreads();
+    me.magic = b.magic;
     if (tid == 0) {
         const int total = ends[j.n_entries - 1];
         b.task.entry = 0;

@@ -14,7 +14,7 @@ template <int W, int P> static void plane(const tkvcu_tile<W> *lanes, float *val
     for (int lane = 0; lane < 32; lane++) {
         uint32_t a[4];
         const int g = lane / 4, t = lane % 4;
-        tkvcu_fragment<W, P>(lanes[lane], a);
+        tkvcu_fragment<W, P>(lanes[lane], a, TKVCU_MAGIC);
         for (int i = 0; i < 4; i++)
             for (int h = 0; h < 2; h++)
                 value[(g + i % 2 * 8) * 16 + 2 * t + h + i / 2 * 8] = cpu_half(a[i] >> 16 * h & 0xffffu);

@@ -215,7 +215,7 @@ TEST(append_is_the_hosts) {
         for (dim = 64; dim <= 128; dim += 64) {
             tkv_config cfg = config_of(presets[i], dim);
             rig r;
-            
+
             if (rig_alike(&r, &cfg)) {
                 grow(&r, 0, 470, 1);
                 grow(&r, 1, 200, 1); /* another sequence, of another length */

@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d, %d, %d)) uni
     me.warp = threadIdx.x / 32;
     me.g = me.lane / 4;
     me.t = me.lane %% 4;
+    me.magic = b.magic;
     me.ring = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024);
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;

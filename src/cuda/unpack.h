@@ -111,8 +111,9 @@ template <int N> TKVCU_DEVICE uint32_t tkvcu_move(uint32_t x) {
     return N >= 0 ? x << (N & 31) : x >> (-N & 31);
 }
 
-/* Plane P of it: 1024 + factor * code, as a matrix product's first operand. */
-template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4]) {
+/* Plane P of it: 1024 + factor * code, as a matrix product's first operand. magic: TKVCU_MAGIC, out of memory. */
+template <int W, int P>
+TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4], uint32_t magic) {
     typedef tkvcu_field<W> f;
     const int v = f::wide > 0 ? P / f::share : 0;
     const int bit = f::up + f::step * (P % f::share);
@@ -120,7 +121,7 @@ template <int W, int P> TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t,
     int i;
     TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
-        uint32_t even = TKVCU_MAGIC, odd = TKVCU_MAGIC;
+        uint32_t even = magic, odd = magic;
         if (f::wide > 0) {
             even = tkvcu_pick(t.even[v][i], mask, even);
             odd = tkvcu_pick(t.odd[v][i], mask, odd);
