@@ -1210,8 +1210,12 @@ struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
-    int at, left;               /* unit in the part, and units of it that are still to do */
-    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int at, left;           /* unit in the part, and units of it that are still to do */
+    int region, first, n;   /* the run: blocks, or 16 exact rows */
+    const uint8_t *from[2]; /* the head's sides in the region's place 0; then bytes of a coded one */
+    uint32_t bytes[2];
+    uint32_t block;             /* bytes from place to place */
+    int place, places;          /* of the first unit, in units; after the last one comes the first */
     int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
     int unit, end;              /* of all units */
 };
@@ -1941,53 +1945,66 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the ring. What
- * lies beyond the run is an empty group of copies, so that counting them goes on. */
-template <int D, int NT, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
-    const tkvcu_task &k = b.task;
-    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+typedef struct tkvcu_ring { /* offsets of the slots that are filled and read next */
+    int put, take;
+} tkvcu_ring;
+
+TKVCU_DEVICE int tkvcu_turned(int at, int slot_bytes) {
+    return at == (TKVCU_SLOTS - 1) * slot_bytes ? 0 : at + slot_bytes;
+}
+
+/* K (which = 0) or V of unit number nth of the task's run begins to come into a slot. What lies beyond the run is an
+ * empty group of copies, so that counting them goes on. */
+template <int D, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, tkvcu_ring &ring,
+                            int which, int nth) {
     if (nth < k.n) {
-        const int block = EXACT ? unit / 4 : unit;
-        const tkvcu_side &side = b.side[i % 2];
-        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
-                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
-        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
-        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
-        else tkvcu_load(slot, from, side.bytes, me.lane);
+        const int there = k.place + nth, place = there < k.places ? there : there - k.places;
+        uint8_t *slot = me.ring + ring.put;
+        if (EXACT)
+            tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
+                               tkvcu_rows_from(j, k, k.first + nth), me.lane);
+        else tkvcu_load(slot, k.from[which] + (size_t)place * k.block, k.bytes[which], me.lane);
     }
+    ring.put = tkvcu_turned(ring.put, j.slot_bytes);
     tkvcu_cp_async_commit();
 }
 
-/* Side number i has come. */
-template <int D, int NT, int EXACT>
-TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                      int i) {
-    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
-    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+/* The oldest side that was asked for has come; K or V of unit nth is asked for. */
+template <int D, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
+                                      tkvcu_ring &ring, int which, int nth) {
+    const uint8_t *slot = me.ring + ring.take;
+    __syncwarp(); /* nobody reads the slot that is filled now */
+    tkvcu_ask<D, EXACT>(j, k, me, ring, which, nth);
+    ring.take = tkvcu_turned(ring.take, j.slot_bytes);
     tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
     __syncwarp();
-    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+    return slot;
 }
 
 /* The task's run; its sides are in b. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                   tkvcu_sums<D, NT, VG> &u) {
-    int i;
-    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
-    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
-        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
-        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+    const tkvcu_task &k = b.task;
+    const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
+    tkvcu_ring ring = {0, 0};
+    int nth = me.warp;
+    tkvcu_ask<D, EXACT>(j, k, me, ring, 0, nth);
+    tkvcu_ask<D, EXACT>(j, k, me, ring, 1, nth);
+    TKVCU_ROLL
+    for (; nth < k.n; nth += TKVCU_WARPS) {
+        const int unit = k.first + nth;
+        const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
         float s[4][NT][4];
         if (EXACT) {
-            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
-            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
-            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
+            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
             tkvcu_exact_v(b, me, u, s[0], slot);
         } else {
-            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
-            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_k(j, b, me, u, s, slot, base + 64 * unit);
+            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
             tkvcu_coded_v(b, me, u, s, slot);
         }
     }
@@ -2106,8 +2123,15 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+        b.task.from[tid] =
+            j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
+        b.task.bytes[tid] = b.side[tid].bytes;
     }
     if (tid == 0) {
+        const int per = region < TKVCU_SINKS ? 1 : 4; /* units of a block */
+        b.task.block = j.view.block[region];
+        b.task.places = per * j.view.ring[region];
+        b.task.place = first % b.task.places;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
