@@ -328,6 +328,9 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #define TKVCU_ROLL
 #endif
 
+/* x where the mask has ones, else y. */
+TKVCU_DEVICE uint32_t tkvcu_choose(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
+
 #endif /* TKVCU_WARP_H */
 /* ======== encode.h ======== */
 /*
@@ -887,8 +890,8 @@ template <> struct tkvcu_field<1> {
 template <> struct tkvcu_field<2> {
     enum { up = 2, step = 2, share = 4, vectors = 1, half = 0, wide = 2 };
 };
-template <> struct tkvcu_field<3> {
-    enum { up = 1, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
+template <> struct tkvcu_field<3> { /* planes 0, 2 and 1, 3 are put together: tkvcu_fetch */
+    enum { up = 0, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
 };
 template <> struct tkvcu_field<4> {
     enum { up = 2, step = 4, share = 2, vectors = 2, half = 0, wide = 4 };
@@ -905,7 +908,8 @@ template <> struct tkvcu_field<8> {
 
 /* The lowest bit of plane p's field. */
 template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
-    return (int)tkvcu_field<W>::up + (int)tkvcu_field<W>::step * (p % (int)tkvcu_field<W>::share);
+    return W == 3 ? 1 + p / 2 * 4
+                  : (int)tkvcu_field<W>::up + (int)tkvcu_field<W>::step * (p % (int)tkvcu_field<W>::share);
 }
 
 /* 2^-bit: undoes the factor of a plane. */
@@ -915,7 +919,8 @@ template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float
  * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
 template <int W> struct tkvcu_tile {
     enum {
-        n = tkvcu_field<W>::wide == 8   ? 4
+        n = W == 3                      ? 2
+            : tkvcu_field<W>::wide == 8 ? 4
             : tkvcu_field<W>::wide == 4 ? 2
             : tkvcu_field<W>::wide == 2 ? 1
                                         : 0
@@ -932,7 +937,23 @@ TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *vector, int g) {
 template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;
-    int v;
+    int v, i;
+    if (W == 3) { /* bits 1..3 and 5..7 of each byte: planes 0 and 2, then 1 and 3 */
+        const tkvcu_words w = tkvcu_two(wide, g), h = tkvcu_two(half, g);
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            const uint32_t low = i ? w.y : w.x, top = (i ? h.y : h.x) >> upper;
+            const uint32_t x =
+                tkvcu_choose(top << 5, tkvcu_choose(low << 1, top << 3, 0x66666666u), 0x80808080u);
+            const uint32_t y =
+                tkvcu_choose(top << 4, tkvcu_choose(low >> 1, top << 2, 0x66666666u), 0x80808080u);
+            t.even[0][i] = x;
+            t.even[1][i] = y;
+            t.odd[0][i] = x >> 8;
+            t.odd[1][i] = y >> 8;
+        }
+        return;
+    }
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
         const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
@@ -973,11 +994,14 @@ TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4], uint32_t
     TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
         uint32_t even = magic, odd = magic;
-        if (f::wide > 0) {
+        if (W == 3) {
+            even = tkvcu_pick(t.even[P % 2][i], 0x000e000eu << P / 2 * 4, even);
+            odd = tkvcu_pick(t.odd[P % 2][i], 0x000e000eu << P / 2 * 4, odd);
+        } else if (f::wide > 0) {
             even = tkvcu_pick(t.even[v][i], mask, even);
             odd = tkvcu_pick(t.odd[v][i], mask, odd);
         }
-        if (f::half == 1) { /* the bit is at up + wide + P and belongs to bit + wide */
+        if (f::half == 1 && W != 3) { /* the bit is at up + wide + P and belongs to bit + wide */
             enum { by = f::step * (P % f::share) - P };
             const uint32_t one = 0x00010001u << (bit + f::wide);
             even = tkvcu_pick(tkvcu_move<by>(t.even_extra[i]), one, even);
@@ -1273,12 +1297,14 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    uint32_t i, k;
+    int left = (int)bytes - 16 * lane, k;
+    slot += 16 * lane;
+    from += 16 * lane;
     TKVCU_ROLL
-    for (i = 16u * (uint32_t)lane; i < bytes; i += 2048u) {
+    for (; left > 0; left -= 2048, slot += 2048, from += 2048) {
         TKVCU_UNROLL
-        for (k = 0; k < 2048u; k += 512u)
-            if (i + k < bytes) tkvcu_cp_async16(slot + i + k, from + i + k);
+        for (k = 0; k < 2048; k += 512)
+            if (left > k) tkvcu_cp_async16(slot + k, from + k);
     }
 }
 
@@ -1457,11 +1483,14 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const
 #undef TKVCU_WIDTH_
 }
 
-/* >>softmax */
-TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
-    const float log2e = 1.44269504f;
-    if (TKVCU_RARELY(j.softcap > 0.0f)) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
-    return s * (j.scale * log2e);
+/* >>softmax. Scores are q.k with the sign of the scale in q; logits, base 2, are scores times tkvcu_slope. */
+TKVCU_DEVICE float tkvcu_slope(const tkvcu_job &j) {
+    return (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * 1.44269504f;
+}
+
+/* With a softcap: score as what the slope makes a logit of. */
+TKVCU_DEVICE float tkvcu_capped(const tkvcu_job &j, float s) {
+    return tanhf(s * (fabsf(j.scale) / j.softcap));
 }
 
 /* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
@@ -1510,9 +1539,9 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
 }
 
 /* Scales of the tokens in units of 2^u.top, with what undoes their plane's factor; KIVI: zeros, as they are. The
- * units become those of the largest scale when there are none yet, or one is above 16: a weight is 2^12 at most (by
- * TKVCU_LIFT, and 4 that the maximum may lag behind) and no factor below 2, so weights times scales are below 2^15:
- * no half overflows, whatever the values are. */
+ * units become those of the largest scale when there are none yet, or one is above 8: a weight is 2^12 at most (by
+ * TKVCU_LIFT, and 4 that the maximum may lag behind), so weights times scales are at most 2^15: no half overflows,
+ * whatever the values are. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
                                int lane, const uint32_t *mantissa) {
@@ -1522,7 +1551,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
     const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
                    : width == 1     ? 6 + plane
                    : width == 2     ? 2 + 2 * plane
-                   : width == 3     ? 1 + 2 * plane
+                   : width == 3     ? 1 + plane / 2 * 4
                    : width == 4     ? 2 + plane % 2 * 4
                                     : 2;
     float x[2 * VG], most = 0.0f, by;
@@ -1539,7 +1568,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
         }
         most = fmaxf(most, x[i]);
     }
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 4 + u.top) << 23)))) {
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
         uint32_t bits;
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
@@ -1700,29 +1729,38 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
     const int oldest = k.reach.len - j.n_queries;
     const int masked =
         TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int p, nt, i;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+    if (TKVCU_RARELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[p][nt][i] = tkvcu_capped(j, s[p][nt][i]);
+    }
+    if (masked) {
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
-            float x = tkvcu_logit(j, s[p][nt][i]);
-            if (masked) {
-                const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
-                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
-            }
-            s[p][nt][i] = x;
-            most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+            const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
+            if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) s[p][nt][i] = -INFINITY;
         }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float x = fmaxf(s[0][nt][i], s[0][nt][i + 2]);
+        TKVCU_UNROLL
+        for (p = 1; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][i]), s[p][nt][i + 2]);
+        most[nt][i] = fmaxf(x * slope, TKVCU_NOTHING);
     }
     tkvcu_follow(u, most);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) {
-        s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], slope, TKVCU_LIFT - u.soft.m[nt][i % 2]));
         u.soft.l[nt][i % 2] += s[p][nt][i];
     }
 }
@@ -1786,6 +1824,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
                                 int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int c, nt, i;
     TKVCU_UNROLL
@@ -1815,8 +1854,8 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
                       query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
-            s[nt][i] =
-                row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
+            const float x = j.softcap > 0.0f ? tkvcu_capped(j, s[nt][i]) : s[nt][i];
+            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x * slope : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
         }
     }
@@ -1894,6 +1933,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
+    const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
     int i, c, r;
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, column = k.column + 8 * nt + lane / 4;
@@ -1906,7 +1946,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             TKVCU_UNROLL
             for (r = 0; r < 4; r++) {
                 const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
-                x[r] = tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+                x[r] = sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
             }
         }
         if (exact && side.bf16) {
@@ -1935,7 +1975,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        if (tid % 32 == 0) b.mean[i] = sum;
+        if (tid % 32 == 0) b.mean[i] = sign * sum;
     }
 }
 

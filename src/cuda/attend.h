@@ -225,12 +225,14 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    uint32_t i, k;
+    int left = (int)bytes - 16 * lane, k;
+    slot += 16 * lane;
+    from += 16 * lane;
     TKVCU_ROLL
-    for (i = 16u * (uint32_t)lane; i < bytes; i += 2048u) {
+    for (; left > 0; left -= 2048, slot += 2048, from += 2048) {
         TKVCU_UNROLL
-        for (k = 0; k < 2048u; k += 512u)
-            if (i + k < bytes) tkvcu_cp_async16(slot + i + k, from + i + k);
+        for (k = 0; k < 2048; k += 512)
+            if (left > k) tkvcu_cp_async16(slot + k, from + k);
     }
 }
 
@@ -409,11 +411,14 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const
 #undef TKVCU_WIDTH_
 }
 
-/* >>softmax */
-TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
-    const float log2e = 1.44269504f;
-    if (TKVCU_RARELY(j.softcap > 0.0f)) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
-    return s * (j.scale * log2e);
+/* >>softmax. Scores are q.k with the sign of the scale in q; logits, base 2, are scores times tkvcu_slope. */
+TKVCU_DEVICE float tkvcu_slope(const tkvcu_job &j) {
+    return (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * 1.44269504f;
+}
+
+/* With a softcap: score as what the slope makes a logit of. */
+TKVCU_DEVICE float tkvcu_capped(const tkvcu_job &j, float s) {
+    return tanhf(s * (fabsf(j.scale) / j.softcap));
 }
 
 /* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
@@ -462,9 +467,9 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
 }
 
 /* Scales of the tokens in units of 2^u.top, with what undoes their plane's factor; KIVI: zeros, as they are. The
- * units become those of the largest scale when there are none yet, or one is above 16: a weight is 2^12 at most (by
- * TKVCU_LIFT, and 4 that the maximum may lag behind) and no factor below 2, so weights times scales are below 2^15:
- * no half overflows, whatever the values are. */
+ * units become those of the largest scale when there are none yet, or one is above 8: a weight is 2^12 at most (by
+ * TKVCU_LIFT, and 4 that the maximum may lag behind), so weights times scales are at most 2^15: no half overflows,
+ * whatever the values are. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
                                int lane, const uint32_t *mantissa) {
@@ -474,7 +479,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
     const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
                    : width == 1     ? 6 + plane
                    : width == 2     ? 2 + 2 * plane
-                   : width == 3     ? 1 + 2 * plane
+                   : width == 3     ? 1 + plane / 2 * 4
                    : width == 4     ? 2 + plane % 2 * 4
                                     : 2;
     float x[2 * VG], most = 0.0f, by;
@@ -491,7 +496,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
         }
         most = fmaxf(most, x[i]);
     }
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 4 + u.top) << 23)))) {
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
         uint32_t bits;
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
@@ -652,29 +657,38 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sum
     const int oldest = k.reach.len - j.n_queries;
     const int masked =
         TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int p, nt, i;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+    if (TKVCU_RARELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[p][nt][i] = tkvcu_capped(j, s[p][nt][i]);
+    }
+    if (masked) {
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
-            float x = tkvcu_logit(j, s[p][nt][i]);
-            if (masked) {
-                const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
-                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
-            }
-            s[p][nt][i] = x;
-            most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+            const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
+            if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) s[p][nt][i] = -INFINITY;
         }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float x = fmaxf(s[0][nt][i], s[0][nt][i + 2]);
+        TKVCU_UNROLL
+        for (p = 1; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][i]), s[p][nt][i + 2]);
+        most[nt][i] = fmaxf(x * slope, TKVCU_NOTHING);
     }
     tkvcu_follow(u, most);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) {
-        s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], slope, TKVCU_LIFT - u.soft.m[nt][i % 2]));
         u.soft.l[nt][i % 2] += s[p][nt][i];
     }
 }
@@ -738,6 +752,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
                                 int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int c, nt, i;
     TKVCU_UNROLL
@@ -767,8 +782,8 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
                       query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
-            s[nt][i] =
-                row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
+            const float x = j.softcap > 0.0f ? tkvcu_capped(j, s[nt][i]) : s[nt][i];
+            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x * slope : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
         }
     }
@@ -846,6 +861,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
+    const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
     int i, c, r;
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, column = k.column + 8 * nt + lane / 4;
@@ -858,7 +874,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             TKVCU_UNROLL
             for (r = 0; r < 4; r++) {
                 const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
-                x[r] = tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+                x[r] = sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
             }
         }
         if (exact && side.bf16) {
@@ -887,7 +903,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        if (tid % 32 == 0) b.mean[i] = sum;
+        if (tid % 32 == 0) b.mean[i] = sign * sum;
     }
 }
 

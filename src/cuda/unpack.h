@@ -36,8 +36,8 @@ template <> struct tkvcu_field<1> {
 template <> struct tkvcu_field<2> {
     enum { up = 2, step = 2, share = 4, vectors = 1, half = 0, wide = 2 };
 };
-template <> struct tkvcu_field<3> {
-    enum { up = 1, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
+template <> struct tkvcu_field<3> { /* planes 0, 2 and 1, 3 are put together: tkvcu_fetch */
+    enum { up = 0, step = 2, share = 4, vectors = 1, half = 1, wide = 2 };
 };
 template <> struct tkvcu_field<4> {
     enum { up = 2, step = 4, share = 2, vectors = 2, half = 0, wide = 4 };
@@ -54,7 +54,8 @@ template <> struct tkvcu_field<8> {
 
 /* The lowest bit of plane p's field. */
 template <int W> TKVCU_DEVICE constexpr int tkvcu_bit(int p) {
-    return (int)tkvcu_field<W>::up + (int)tkvcu_field<W>::step * (p % (int)tkvcu_field<W>::share);
+    return W == 3 ? 1 + p / 2 * 4
+                  : (int)tkvcu_field<W>::up + (int)tkvcu_field<W>::step * (p % (int)tkvcu_field<W>::share);
 }
 
 /* 2^-bit: undoes the factor of a plane. */
@@ -64,7 +65,8 @@ template <int W> TKVCU_DEVICE float tkvcu_unfactor(int p) { return 1.0f / (float
  * above. extra: top bits of widths 1, 3 and 5, or the two of width 6. */
 template <int W> struct tkvcu_tile {
     enum {
-        n = tkvcu_field<W>::wide == 8   ? 4
+        n = W == 3                      ? 2
+            : tkvcu_field<W>::wide == 8 ? 4
             : tkvcu_field<W>::wide == 4 ? 2
             : tkvcu_field<W>::wide == 2 ? 1
                                         : 0
@@ -81,7 +83,23 @@ TKVCU_DEVICE tkvcu_words tkvcu_two(const uint8_t *vector, int g) {
 template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;
-    int v;
+    int v, i;
+    if (W == 3) { /* bits 1..3 and 5..7 of each byte: planes 0 and 2, then 1 and 3 */
+        const tkvcu_words w = tkvcu_two(wide, g), h = tkvcu_two(half, g);
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            const uint32_t low = i ? w.y : w.x, top = (i ? h.y : h.x) >> upper;
+            const uint32_t x =
+                tkvcu_choose(top << 5, tkvcu_choose(low << 1, top << 3, 0x66666666u), 0x80808080u);
+            const uint32_t y =
+                tkvcu_choose(top << 4, tkvcu_choose(low >> 1, top << 2, 0x66666666u), 0x80808080u);
+            t.even[0][i] = x;
+            t.even[1][i] = y;
+            t.odd[0][i] = x >> 8;
+            t.odd[1][i] = y >> 8;
+        }
+        return;
+    }
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
         const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
@@ -122,11 +140,14 @@ TKVCU_DEVICE void tkvcu_fragment(const tkvcu_tile<W> &t, uint32_t a[4], uint32_t
     TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
         uint32_t even = magic, odd = magic;
-        if (f::wide > 0) {
+        if (W == 3) {
+            even = tkvcu_pick(t.even[P % 2][i], 0x000e000eu << P / 2 * 4, even);
+            odd = tkvcu_pick(t.odd[P % 2][i], 0x000e000eu << P / 2 * 4, odd);
+        } else if (f::wide > 0) {
             even = tkvcu_pick(t.even[v][i], mask, even);
             odd = tkvcu_pick(t.odd[v][i], mask, odd);
         }
-        if (f::half == 1) { /* the bit is at up + wide + P and belongs to bit + wide */
+        if (f::half == 1 && W != 3) { /* the bit is at up + wide + P and belongs to bit + wide */
             enum { by = f::step * (P % f::share) - P };
             const uint32_t one = 0x00010001u << (bit + f::wide);
             even = tkvcu_pick(tkvcu_move<by>(t.even_extra[i]), one, even);

@@ -125,4 +125,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #define TKVCU_ROLL
 #endif
 
+/* x where the mask has ones, else y. */
+TKVCU_DEVICE uint32_t tkvcu_choose(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
+
 #endif /* TKVCU_WARP_H */
