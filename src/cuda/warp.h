@@ -36,6 +36,15 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+/* d = c + a b. */
+TKVCU_DEVICE void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
+}
+
 TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 /* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
@@ -92,7 +101,16 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
 }
 
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
-    return __byte_perm(a, b, select);
+    uint32_t x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
+    return x;
+}
+
+/* (x & mask) | with: one instruction, if `with` is in a register and the compiler does not know what it is. */
+TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
+    return y;
 }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
@@ -107,7 +125,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #define TKVCU_ROLL
 #endif
 
-/* (x & mask) | or, one instruction where the compiler is let to see it. */
-TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
+/* x where the mask has ones, else y. */
+TKVCU_DEVICE uint32_t tkvcu_choose(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
 
 #endif /* TKVCU_WARP_H */
