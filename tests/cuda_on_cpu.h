@@ -402,6 +402,12 @@ static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_
     cpu_mma("mma bf16", c, a, b, cpu_bfloat);
 }
 
+static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+    memcpy(d, c, 4 * sizeof *d);
+    tkvcu_mma_f16(d, a, b);
+}
+static inline uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
+
 /* Lane i of 8 j .. 8 j + 7 gives the address of row i % 8 of matrix j, 16 bytes. */
 static inline void cpu_ldmatrix(const char *where, uint32_t r[4], const void *row, int trans) {
     cpu_slot *w = cpu_warp();

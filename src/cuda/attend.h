@@ -1,12 +1,12 @@
 /*
  * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
- * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
- * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
- * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
- * they add up what they have, and write it to the workspace: slot = number of the block + number of the part,
- * which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
+ * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
+ * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
+ * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
+ * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
+ * slots up, in order: no atomics, the same bits each time.
  *
  *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
  *     blocks   |    0    |    1    |    2    |    3    |  ...
@@ -20,8 +20,8 @@
  *     V: P = p scale / factor, through shared memory into the second operand's order
  *        O += codes P - 1024 P                                 channels x columns, a slab of 16 channels
  *
- * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The
- * 1024 comes off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
+ * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The 1024 comes
+ * off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
@@ -34,7 +34,15 @@
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
-#define TKVCU_LIFT 8.0f /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_BOTTOM (-127) /* exponent of units that nothing has been added up in */
+#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
+
+/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows, without
+ * what happens rarely. */
+#ifndef TKVCU_SIDE
+#define TKVCU_SIDE(b, i) (b).side[i]
+#define TKVCU_RARELY(x) (x)
+#endif
 
 typedef struct tkvcu_job { /* a call, as kernels see it */
     tkvcu_view view;
@@ -96,7 +104,11 @@ TKVCU_DEVICE int tkvcu_units_in(const tkvcu_reach &r, int part) {
 
 TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.units[1] + r.units[2]; }
 
-TKVCU_DEVICE int tkvcu_range(int64_t units, int blocks, int block) { return (int)(units * block / blocks); }
+/* The first unit of a block of threads; where there are more blocks than units, the last ones have none. */
+TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
+    const int working = units < blocks ? units : blocks;
+    return block < working ? (int)((int64_t)units * block / working) : units;
+}
 
 /* >>elements of the caller's arrays */
 TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
@@ -145,13 +157,17 @@ struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
     tkvcu_words scale, zero;
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
- * read in one way. In shared memory: registers are for sums. */
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
+ * way. In shared memory: registers are for sums. */
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
-    int at, left;               /* unit in the part, and units of it that are still to do */
-    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int at, left;           /* unit in the part, and units of it that are still to do */
+    int region, first, n;   /* the run: blocks, or 16 exact rows */
+    const uint8_t *from[2]; /* the head's sides in the region's place 0; then bytes of a coded one */
+    uint32_t bytes[2];
+    uint32_t block;             /* bytes from place to place */
+    int place, places;          /* of the first unit, in units; after the last one comes the first */
     int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
     int unit, end;              /* of all units */
 };
@@ -162,6 +178,7 @@ template <int D, int NT> struct tkvcu_block {
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
+    uint32_t magic;           /* TKVCU_MAGIC */
     int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2];       /* of the run */
 };
@@ -174,11 +191,12 @@ template <int D, int NT, int VG> struct tkvcu_sums {
     tkvcu_part<NT> soft;
     float o[D / 16][NT][4]; /* channels x columns */
     float zero[VG][NT][2];  /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
-    int top;                /* o and zero are in units of 2^top */
+    int top;                /* o is in units of 2^top: see tkvcu_v_meta */
 };
 
 struct tkvcu_lane {
     int warp, lane, g, t;
+    uint32_t magic; /* TKVCU_MAGIC, in a register: unpack.h */
     uint8_t *ring;
     tkvcu_scales *meta;
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
@@ -202,17 +220,24 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
             for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
         }
     }
-    u.top = 0;
+    u.top = TKVCU_BOTTOM;
 }
 
 /* >>loading */
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    uint32_t i;
-    for (i = 16u * (uint32_t)lane; i < bytes; i += 512u) tkvcu_cp_async16(slot + i, from + i);
+    int left = (int)bytes - 16 * lane, k;
+    slot += 16 * lane;
+    from += 16 * lane;
+    TKVCU_ROLL
+    for (; left > 0; left -= 2048, slot += 2048, from += 2048) {
+        TKVCU_UNROLL
+        for (k = 0; k < 2048; k += 512)
+            if (left > k) tkvcu_cp_async16(slot + k, from + k);
+    }
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
- * that are not there are copies of the last one. */
+/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
+ * there are copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -279,7 +304,8 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
 /* n slabs, all of width W: S += codes (q scale). */
 template <int W, int NT>
 TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
+                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t,
+                              uint32_t magic) {
     const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
     float run[4][NT][4], bias[NT][4];
     int i, k, nt;
@@ -305,7 +331,7 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvc
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
 #define TKVCU_PLANE_(P)                                                                                      \
     {                                                                                                        \
-        tkvcu_fragment<W, P>(tile, a);                                                                       \
+        tkvcu_fragment<W, P>(tile, a, magic);                                                                \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
     }
@@ -319,19 +345,6 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvc
     for (k = 0; k < 4; k++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
-}
-
-/* A run of a width that is known when it runs. */
-template <int NT>
-TKVCU_DEVICE void tkvcu_k_width(int width, float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                                const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t) {
-    if (width == 2) tkvcu_k_run<2, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 3) tkvcu_k_run<3, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 4) tkvcu_k_run<4, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 1) tkvcu_k_run<1, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 5) tkvcu_k_run<5, NT>(s, slot, at, q, meta, n, g, t);
-    else if (width == 6) tkvcu_k_run<6, NT>(s, slot, at, q, meta, n, g, t);
-    else tkvcu_k_run<8, NT>(s, slot, at, q, meta, n, g, t);
 }
 
 /* Bytes of a tile beside its 1-bit half, by width. */
@@ -370,40 +383,46 @@ TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const t
     }
 }
 
-/* All slabs of a K side; those without bits are means alone. */
+/* All slabs of a K side, widest first; those without bits are means alone. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t) {
+                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t,
+                                uint32_t magic) {
     tkvcu_tiles at;
-    int w, done = 0;
     at.wide = 0;
     at.half = 0;
-    if (side.kind == TKVCU_KIVI) {
-        at.halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(side.half_bits / 2);
-        tkvcu_k_width<NT>(side.half_bits / 2, s, slot, at, q, meta, D / 16, g, t);
-        return;
+    at.halves = side.code_bytes - 128u * (uint32_t)(side.slabs[1] + side.slabs[3] + side.slabs[5]);
+    if (side.half_bits == 16) tkvcu_k_run<8, NT>(s, slot, at, q, meta, D / 16, g, t, magic);
+#define TKVCU_WIDTH_(W)                                                                                      \
+    if (side.slabs[W]) {                                                                                     \
+        const int n = side.slabs[W];                                                                         \
+        tkvcu_k_run<W, NT>(s, slot, at, q, meta, n, g, t, magic);                                            \
+        at.wide += (uint32_t)n * 256u * (uint32_t)tkvcu_field<W>::vectors;                                   \
+        at.half += tkvcu_field<W>::half * 4 * n;                                                             \
+        q += n * NT * 32;                                                                                    \
+        meta += 4 * n;                                                                                       \
     }
-    at.halves = 0;
-    for (w = 1; w <= 6; w++) at.halves += 4u * side.slabs[w] * tkvcu_wide_bytes(w);
-    for (w = 6; w > 0; w--) {
-        const int n = side.slabs[w];
-        if (n == 0) continue;
-        tkvcu_k_width<NT>(w, s, slot, at, q + done * NT * 32, meta + 4 * done, n, g, t);
-        at.wide += 4u * (uint32_t)n * tkvcu_wide_bytes(w);
-        at.half += w % 2 ? 4 * n : 0;
-        done += n;
-    }
+    TKVCU_WIDTH_(6)
+    TKVCU_WIDTH_(5)
+    TKVCU_WIDTH_(4)
+    TKVCU_WIDTH_(3)
+    TKVCU_WIDTH_(2)
+    TKVCU_WIDTH_(1)
+#undef TKVCU_WIDTH_
 }
 
-/* >>softmax */
-TKVCU_DEVICE float tkvcu_logit(const tkvcu_job &j, float s) {
-    const float log2e = 1.44269504f;
-    if (j.softcap > 0.0f) return j.softcap * log2e * tanhf(s * (j.scale / j.softcap));
-    return s * (j.scale * log2e);
+/* >>softmax. Scores are q.k with the sign of the scale in q; logits, base 2, are scores times tkvcu_slope. */
+TKVCU_DEVICE float tkvcu_slope(const tkvcu_job &j) {
+    return (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * 1.44269504f;
 }
 
-/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by
- * much, or began. */
+/* With a softcap: score as what the slope makes a logit of. */
+TKVCU_DEVICE float tkvcu_capped(const tkvcu_job &j, float s) {
+    return tanhf(s * (fabsf(j.scale) / j.softcap));
+}
+
+/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
+ * began. */
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
     int nt, i, k, grew = 0;
     TKVCU_UNROLL
@@ -416,7 +435,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT
         most[nt][i] = x;
         grew |= x > u.soft.m[nt][i] + 4.0f;
     }
-    if (!__any_sync(0xffffffffu, grew)) return;
+    if (!TKVCU_RARELY(__any_sync(0xffffffffu, grew))) return;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++) {
@@ -434,31 +453,60 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT
 }
 
 /* >>V */
-/* Scales of the tokens, with what undoes their plane's factor; KIVI: zeros. 2^-top times. */
-TKVCU_DEVICE void tkvcu_v_meta(const tkvcu_side &s, const uint8_t *slot, float *out, int groups, int lane,
-                               const uint32_t *mantissa) {
-    const uint8_t *m = slot + s.code_bytes;
-    const int width = s.half_bits == 3 ? 0 : s.half_bits / 2;
-    int i, k;
-    for (i = lane; i < 64 * groups; i += 32) {
-        const int plane = i % 16 / 4;
-        const int up = width == 1   ? 6 + plane
-                       : width == 2 ? 2 + 2 * plane
-                       : width == 3 ? 1 + 2 * plane
-                       : width == 4 ? 2 + plane % 2 * 4
-                       : width == 8 ? 2
-                                    : 0;
-        const float undo = tkvcu_from_bits((uint32_t)(127 - up) << 23);
-        if (s.kind == TKVCU_R) {
-            out[i] = tkvcu_log_value(m[i], 0, mantissa) * undo;
-        } else {
-            const uint32_t scale = *(const uint16_t *)(const void *)(m + 2 * i);
-            const uint32_t zero = *(const uint16_t *)(const void *)(m + 128 * groups + 2 * i);
-            k = 64 * groups + i;
-            out[i] = tkvcu_f16_lo(scale) * undo;
-            out[k] = tkvcu_f16_lo(zero);
-        }
+/* The sums in other units, larger ones. */
+template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
+    const float by = tkvcu_from_bits((uint32_t)tkvi_max(0, 127 + u.top - top) << 23);
+    int k, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) {
+        TKVCU_UNROLL
+        for (k = 0; k < D / 16; k++) u.o[k][nt][i] *= by;
     }
+    u.top = top;
+}
+
+/* Scales of the tokens in units of 2^u.top, with what undoes their plane's factor; KIVI: zeros, as they are. The
+ * units become those of the largest scale when there are none yet, or one is above 8: a weight is 2^12 at most (by
+ * TKVCU_LIFT, and 4 that the maximum may lag behind), so weights times scales are at most 2^15: no half overflows,
+ * whatever the values are. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
+                               int lane, const uint32_t *mantissa) {
+    const uint8_t *m = slot + s.code_bytes;
+    const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
+    const int plane = lane % 16 / 4; /* of all tokens of this lane */
+    const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
+                   : width == 1     ? 6 + plane
+                   : width == 2     ? 2 + 2 * plane
+                   : width == 3     ? 1 + plane / 2 * 4
+                   : width == 4     ? 2 + plane % 2 * 4
+                                    : 2;
+    float x[2 * VG], most = 0.0f, by;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 2 * VG; i++) {
+        const int at = lane + 32 * i;
+        if (i >= n) continue;
+        if (kivi) {
+            x[i] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 2 * at));
+            out[64 * VG + at] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 128 * VG + 2 * at));
+        } else {
+            x[i] = tkvcu_log_value(m[at], s.top, mantissa);
+        }
+        most = fmaxf(most, x[i]);
+    }
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
+        uint32_t bits;
+        TKVCU_UNROLL
+        for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        memcpy(&bits, &most, 4);
+        tkvcu_retop(u, (int)(bits >> 23) - 127);
+    }
+    by = tkvcu_from_bits((uint32_t)(127 - up - u.top) << 23);
+    TKVCU_UNROLL
+    for (i = 0; i < 2 * VG; i++)
+        if (i < n) out[lane + 32 * i] = x[i] * by;
 }
 
 /* Weights p (lane's rows and columns) as second operands of V's product. */
@@ -474,9 +522,9 @@ TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_
         for (nt = 0; nt < NT; nt++) {
             uint8_t *at = memory + 1024 * nt + 4 * t;
             *(uint32_t *)(void *)(at + 16 * (16 * p + (g ^ 2 * p))) =
-                tkvcu_f16x2(fminf(w[p][nt][0] * x, 65504.0f), fminf(w[p][nt][1] * x, 65504.0f));
+                tkvcu_f16x2(w[p][nt][0] * x, w[p][nt][1] * x);
             *(uint32_t *)(void *)(at + 16 * (16 * p + 8 + (g ^ (2 * p + 1)))) =
-                tkvcu_f16x2(fminf(w[p][nt][2] * y, 65504.0f), fminf(w[p][nt][3] * y, 65504.0f));
+                tkvcu_f16x2(w[p][nt][2] * y, w[p][nt][3] * y);
         }
     }
     __syncwarp();
@@ -494,10 +542,11 @@ TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_
     }
 }
 
-/* Slabs first .. first+n-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
-template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uint32_t halves,
-                              const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
+/* Slabs FIRST .. FIRST+N-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
+template <int D, int W, int FIRST, int N, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
+                              int rotated, int g, int t, uint32_t magic) {
+    const uint8_t *halves = slot + D / 4 * 64 * (int)tkvcu_field<W>::vectors;
     float bias[NT][4];
     int i, k, nt;
     TKVCU_UNROLL
@@ -511,21 +560,19 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
         for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(bias[nt], a, b[k][nt]);
     }
     TKVCU_UNROLL
-    for (k = 0; k < D / 16; k++) {
+    for (k = FIRST; k < FIRST + N; k++) {
         float sum[NT][4];
         uint32_t a[4];
         tkvcu_tile<W> tile;
-        if (k < first || k >= first + n) continue;
         tkvcu_fetch<W>(tile, slot + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
-                       slot + halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
+                       halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
+        tkvcu_fragment<W, 0>(tile, a, magic);
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16_onto(sum[nt], a, b[0][nt], bias[nt]);
 #define TKVCU_PLANE_(P)                                                                                      \
-    tkvcu_fragment<W, P>(tile, a);                                                                           \
+    tkvcu_fragment<W, P>(tile, a, magic);                                                                    \
     TKVCU_UNROLL                                                                                             \
     for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
-        TKVCU_PLANE_(0)
         TKVCU_PLANE_(1)
         TKVCU_PLANE_(2)
         TKVCU_PLANE_(3)
@@ -536,75 +583,62 @@ TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, uin
     }
 }
 
-template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
-                                const uint32_t b[4][NT][2], int rotated, int first, int n, int g, int t) {
-    const uint32_t halves = (uint32_t)(D / 4) * tkvcu_wide_bytes(width);
-    if (width == 2) tkvcu_v_run<D, 2, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 3) tkvcu_v_run<D, 3, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 4) tkvcu_v_run<D, 4, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else if (width == 1) tkvcu_v_run<D, 1, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-    else tkvcu_v_run<D, 8, NT, VG>(u, slot, halves, b, rotated, first, n, g, t);
-}
-
-/* R15: a code of three bits names a point, whose coordinates are the levels of two slabs. They come from a
- * table of eight bytes in two registers: prmt looks up four codes at once. Bytes are levels + 128. */
+/* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
                                 int g, int t) {
-    const uint32_t magic = 0x64646464u, minus = tkvcu_f16x2(-1024.0f - 128.0f, -1024.0f - 128.0f);
-    const uint32_t all[4] = {minus, minus, minus, minus};
-    uint32_t level[2][2] = {{0, 0}, {0, 0}};
+    const uint32_t minus[4] = {TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS};
     float bias[NT][4];
-    int i, k, nt, half;
-    TKVCU_UNROLL
-    for (half = 0; half < 2; half++) TKVCU_UNROLL
-    for (k = 0; k < 8; k++)
-        level[half][k / 4] |= (uint32_t)(tkvi_r_pairs[16 * half + k] + 128) << 8 * (k % 4);
+    int i, k, nt, h;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        bias[nt][0] = bias[nt][1] = bias[nt][2] = bias[nt][3] = 0.0f;
         TKVCU_UNROLL
-        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], all, b[k][nt]);
+        for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
+        TKVCU_UNROLL
+        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], minus, b[k][nt]);
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        const tkvcu_words low = tkvcu_two(slot + (4 * k + t) * 64, g);
-        const tkvcu_words top = tkvcu_two(slot + D / 8 * 64 + (2 * k + t / 2) * 64, g);
-        uint32_t select[4][2];
-        int plane;
+        tkvcu_pair_tile tile;
+        uint32_t code[2][2];
+        tkvcu_fetch_pairs(tile, slot + (4 * k + t) * 64, slot + D / 8 * 64 + (2 * k + t / 2) * 64, t % 2 * 4,
+                          g);
         TKVCU_UNROLL
-        for (plane = 0; plane < 4; plane++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) { /* a code in each byte, then in each of four nibbles */
-            const uint32_t x = (i ? low.y : low.x) >> 2 * plane,
-                           y = (i ? top.y : top.x) >> (plane + t % 2 * 4);
-            const uint32_t code = (x & 0x03030303u) | (y & 0x01010101u) << 2;
-            const uint32_t two = (code | code >> 4) & 0x00ff00ffu;
-            select[plane][i] = two | two >> 8;
+        for (i = 0; i < 2; i++) {
+            code[0][i] = tkvcu_pair_codes<0>(tile, i);
+            code[1][i] = tkvcu_pair_codes<2>(tile, i);
         }
         TKVCU_UNROLL
-        for (half = 0; half < 2; half++) {
+        for (h = 0; h < 2; h++) {
             float sum[NT][4];
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
             for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
             TKVCU_UNROLL
-            for (plane = 0; plane < 4; plane++) {
-                uint32_t a[4];
+            for (i = 0; i < 2; i++) {
+                uint32_t a[2][4];
+                tkvcu_pair_fragments(code[i], tkvcu_pair_points(h), a);
                 TKVCU_UNROLL
-                for (i = 0; i < 2; i++) {
-                    const uint32_t four = tkvcu_prmt(level[half][0], level[half][1], select[plane][i]);
-                    a[i] = tkvcu_prmt(four, magic, 0x4240u);
-                    a[2 + i] = tkvcu_prmt(four, magic, 0x4341u);
+                for (nt = 0; nt < NT; nt++) {
+                    tkvcu_mma_f16(sum[nt], a[0], b[2 * i][nt]);
+                    tkvcu_mma_f16(sum[nt], a[1], b[2 * i + 1][nt]);
                 }
-                TKVCU_UNROLL
-                for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[plane][nt]);
             }
             TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) u.o[2 * k + half][nt][i] += sum[nt][i] * (1.0f / 64.0f);
+            for (i = 0; i < 4; i++) u.o[2 * k + h][nt][i] += sum[nt][i];
         }
     }
+}
+
+template <int D, int FIRST, int N, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
+                                const uint32_t b[4][NT][2], int rotated, int g, int t, uint32_t magic) {
+    if (width == 2) tkvcu_v_run<D, 2, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 3) tkvcu_v_run<D, 3, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 4) tkvcu_v_run<D, 4, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else if (width == 1) tkvcu_v_run<D, 1, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
+    else tkvcu_v_run<D, 8, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
 }
 
 /* >>units */
@@ -621,30 +655,40 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u,
                               float s[4][NT][4], int position, int g, int t) {
     const int oldest = k.reach.len - j.n_queries;
-    const int masked = position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window);
+    const int masked =
+        TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int p, nt, i;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+    if (TKVCU_RARELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[p][nt][i] = tkvcu_capped(j, s[p][nt][i]);
+    }
+    if (masked) {
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) {
-            float x = tkvcu_logit(j, s[p][nt][i]);
-            if (masked) {
-                const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
-                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) x = TKVCU_NOTHING;
-            }
-            s[p][nt][i] = x;
-            most[nt][i % 2] = fmaxf(most[nt][i % 2], x);
+            const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
+            if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) s[p][nt][i] = -INFINITY;
         }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        float x = fmaxf(s[0][nt][i], s[0][nt][i + 2]);
+        TKVCU_UNROLL
+        for (p = 1; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][i]), s[p][nt][i + 2]);
+        most[nt][i] = fmaxf(x * slope, TKVCU_NOTHING);
     }
     tkvcu_follow(u, most);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) {
-        s[p][nt][i] = tkvcu_ex2(s[p][nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
+        s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], slope, TKVCU_LIFT - u.soft.m[nt][i % 2]));
         u.soft.l[nt][i % 2] += s[p][nt][i];
     }
 }
@@ -654,23 +698,23 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                 tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
                                 int position) {
-    const tkvcu_side &side = b.side[0];
+    const tkvcu_side &side = TKVCU_SIDE(b, 0);
     tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
     __syncwarp();
     tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
-    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t, me.magic);
     tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
                                 const float s[4][NT][4], const uint8_t *slot) {
-    const tkvcu_side &side = b.side[1];
+    const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
     int i, p, nt;
-    tkvcu_v_meta(side, slot, me.weights_meta, groups, me.lane, b.mantissa);
+    tkvcu_v_meta(u, side, slot, me.weights_meta, me.lane, b.mantissa);
     __syncwarp();
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
@@ -686,15 +730,15 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
         }
     }
-    if (VG == 1 || groups == 1) {
-        tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-        if (side.kind == TKVCU_R && side.half_bits == 3) tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
-        else tkvcu_v_width<D, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, 0, D / 16, me.g, me.t);
+    tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
+    if (side.half_bits == 3) {
+        tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
+    } else if (VG == 1 || groups == 1) {
+        tkvcu_v_width<D, 0, D / 16, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, me.g, me.t, me.magic);
     } else {
-        for (i = 0; i < groups; i++) {
-            tkvcu_turn<NT>(s, me.weights_meta + 64 * i, me.p, w, me.g, me.t, me.lane);
-            tkvcu_v_width<D, NT, VG>(width, u, slot, w, 0, 4 * i, 4, me.g, me.t);
-        }
+        tkvcu_v_width<D, 0, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
+        tkvcu_turn<NT>(s, me.weights_meta + 64, me.p, w, me.g, me.t, me.lane);
+        tkvcu_v_width<D, D / 16 / VG, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
     }
 }
 
@@ -708,6 +752,7 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
                                 int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
+    const float slope = tkvcu_slope(j);
     float most[NT][2];
     int c, nt, i;
     TKVCU_UNROLL
@@ -737,8 +782,8 @@ TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
         for (i = 0; i < 4; i++) {
             const int row = me.g + i / 2 * 8,
                       query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
-            s[nt][i] =
-                row < rows && tkvcu_sees(j, query, position + row) ? tkvcu_logit(j, s[nt][i]) : TKVCU_NOTHING;
+            const float x = j.softcap > 0.0f ? tkvcu_capped(j, s[nt][i]) : s[nt][i];
+            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x * slope : TKVCU_NOTHING;
             most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
         }
     }
@@ -809,13 +854,14 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
 }
 
 /* >>runs: units of one region and one version, so that all is read in one way */
-/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as
- * they come for exact rows. */
+/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
+ * for exact rows. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
+    const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
     int i, c, r;
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, column = k.column + 8 * nt + lane / 4;
@@ -828,7 +874,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             TKVCU_UNROLL
             for (r = 0; r < 4; r++) {
                 const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
-                x[r] = tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+                x[r] = sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
             }
         }
         if (exact && side.bf16) {
@@ -857,22 +903,8 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        if (tid % 32 == 0) b.mean[i] = sum;
+        if (tid % 32 == 0) b.mean[i] = sign * sum;
     }
-}
-
-/* The sums in other units. */
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
-    const int by = u.top - top;
-    int k, nt, i;
-    if (by == 0) return;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        TKVCU_UNROLL
-        for (k = 0; k < D / 16; k++) u.o[k][nt][i] = ldexpf(u.o[k][nt][i], by);
-    }
-    u.top = top;
 }
 
 /* Rows of the task's region that are there, from 16 exact ones' first on. */
@@ -881,53 +913,66 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-/* Side number i (K and V by turns) of the warp's units in the task's run begins to come into a slot of the
- * ring. What lies beyond the run is an empty group of copies, so that counting them goes on. */
-template <int D, int NT, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me, int i) {
-    const tkvcu_task &k = b.task;
-    const int nth = me.warp + TKVCU_WARPS * (i / 2), unit = k.first + nth;
+typedef struct tkvcu_ring { /* offsets of the slots that are filled and read next */
+    int put, take;
+} tkvcu_ring;
+
+TKVCU_DEVICE int tkvcu_turned(int at, int slot_bytes) {
+    return at == (TKVCU_SLOTS - 1) * slot_bytes ? 0 : at + slot_bytes;
+}
+
+/* K (which = 0) or V of unit number nth of the task's run begins to come into a slot. What lies beyond the run is an
+ * empty group of copies, so that counting them goes on. */
+template <int D, int EXACT>
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, tkvcu_ring &ring,
+                            int which, int nth) {
     if (nth < k.n) {
-        const int block = EXACT ? unit / 4 : unit;
-        const tkvcu_side &side = b.side[i % 2];
-        const uint8_t *from = j.view.bytes[k.region] + (size_t)k.reach.seq * j.view.stride[k.region] +
-                              (size_t)(block % j.view.ring[k.region]) * j.view.block[k.region] + side.at;
-        uint8_t *slot = me.ring + i % TKVCU_SLOTS * j.slot_bytes;
-        if (EXACT) tkvcu_load_rows<D>(slot, from + unit % 4 * (32 * D), tkvcu_rows_from(j, k, unit), me.lane);
-        else tkvcu_load(slot, from, side.bytes, me.lane);
+        const int there = k.place + nth, place = there < k.places ? there : there - k.places;
+        uint8_t *slot = me.ring + ring.put;
+        if (EXACT)
+            tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
+                               tkvcu_rows_from(j, k, k.first + nth), me.lane);
+        else tkvcu_load(slot, k.from[which] + (size_t)place * k.block, k.bytes[which], me.lane);
     }
+    ring.put = tkvcu_turned(ring.put, j.slot_bytes);
     tkvcu_cp_async_commit();
 }
 
-/* Side number i has come. */
-template <int D, int NT, int EXACT>
-TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                      int i) {
-    __syncwarp(); /* nobody reads the slot of side i - 1 any more */
-    tkvcu_ask<D, NT, EXACT>(j, b, me, i + TKVCU_SLOTS - 1);
+/* The oldest side that was asked for has come; K or V of unit nth is asked for. */
+template <int D, int EXACT>
+TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
+                                      tkvcu_ring &ring, int which, int nth) {
+    const uint8_t *slot = me.ring + ring.take;
+    __syncwarp(); /* nobody reads the slot that is filled now */
+    tkvcu_ask<D, EXACT>(j, k, me, ring, which, nth);
+    ring.take = tkvcu_turned(ring.take, j.slot_bytes);
     tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
     __syncwarp();
-    return me.ring + i % TKVCU_SLOTS * j.slot_bytes;
+    return slot;
 }
 
 /* The task's run; its sides are in b. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                   tkvcu_sums<D, NT, VG> &u) {
-    int i;
-    for (i = 0; i < TKVCU_SLOTS - 1; i++) tkvcu_ask<D, NT, EXACT>(j, b, me, i);
-    for (i = 0; me.warp + TKVCU_WARPS * (i / 2) < b.task.n; i += 2) {
-        const int unit = b.task.first + me.warp + TKVCU_WARPS * (i / 2);
-        const uint8_t *slot = tkvcu_get<D, NT, EXACT>(j, b, me, i);
+    const tkvcu_task &k = b.task;
+    const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
+    tkvcu_ring ring = {0, 0};
+    int nth = me.warp;
+    tkvcu_ask<D, EXACT>(j, k, me, ring, 0, nth);
+    tkvcu_ask<D, EXACT>(j, k, me, ring, 1, nth);
+    TKVCU_ROLL
+    for (; nth < k.n; nth += TKVCU_WARPS) {
+        const int unit = k.first + nth;
+        const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
         float s[4][NT][4];
         if (EXACT) {
-            const int base = b.task.region == TKVCU_SINKS ? 0 : j.view.sinks;
-            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, b.task, unit));
-            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
+            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
             tkvcu_exact_v(b, me, u, s[0], slot);
         } else {
-            tkvcu_coded_k(j, b, me, u, s, slot, j.view.sinks + 64 * unit);
-            slot = tkvcu_get<D, NT, EXACT>(j, b, me, i + 1);
+            tkvcu_coded_k(j, b, me, u, s, slot, base + 64 * unit);
+            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
             tkvcu_coded_v(b, me, u, s, slot);
         }
     }
@@ -951,7 +996,7 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
     return n;
 }
 
-/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns][m, l, o ...] */
+/* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
@@ -960,6 +1005,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
     const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
+    const float unit = exact ? 1.0f : tkvcu_from_bits((uint32_t)(127 + u.top) << 23);
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -982,8 +1028,8 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
             for (w = 0; w < VG; w++) /* an index that is known: these are registers */
                 if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
             const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
-            column[at] = ldexpf(u.o[c][nt][i], u.top) + zero;
-            column[at + (exact ? 8 : 1)] = ldexpf(u.o[c][nt][2 + i], u.top) + zero;
+            column[at] = u.o[c][nt][i] * unit + zero;
+            column[at + (exact ? 8 : 1)] = u.o[c][nt][2 + i] * unit + zero;
         }
     }
     __syncthreads();
@@ -1045,8 +1091,15 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
+        b.task.from[tid] =
+            j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
+        b.task.bytes[tid] = b.side[tid].bytes;
     }
     if (tid == 0) {
+        const int per = region < TKVCU_SINKS ? 1 : 4; /* units of a block */
+        b.task.block = j.view.block[region];
+        b.task.places = per * j.view.ring[region];
+        b.task.place = first % b.task.places;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
@@ -1075,8 +1128,8 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use
- * (measured: tools/cuda_resources.py). */
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
+ * tools/cuda_resources.py). */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
 #else
@@ -1102,7 +1155,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
     if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
+    if (tid == 0) b.magic = TKVCU_MAGIC;
     __syncthreads();
+    me.magic = b.magic;
     if (tid == 0) {
         const int total = ends[j.n_entries - 1];
         b.task.entry = 0;
@@ -1122,7 +1177,6 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
             if (b.task.region >= TKVCU_SINKS) {
                 tkvcu_run_units<D, NT, VG, 1>(j, b, me, u);
             } else {
-                tkvcu_retop(u, b.side[1].kind == TKVCU_R ? b.side[1].top : 0);
                 tkvcu_run_units<D, NT, VG, 0>(j, b, me, u);
             }
             __syncthreads();

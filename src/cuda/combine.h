@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_reach reach;
     int first[TKVCU_PARTS], last[TKVCU_PARTS];
     float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
-    int e, i, c, part, unit, total;
+    int e, i, c, part, unit, total, blocks;
     int mine = 0, everyone = 0;
     for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
         const int n = heads * tkvcu_units_of(tkvcu_reach_of(j, e));
@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
+    blocks = total < j.blocks ? total : j.blocks; /* tkvcu_range */
     reach = tkvcu_reach_of(j, entry);
     if (reach.seq < 0) {
         if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.word, TKVCU_WORD_SEQUENCE);
@@ -68,9 +69,9 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         first[part] = 1;
         last[part] = 0;
         if (reach.units[part] == 0) continue;
-        first[part] = (int)((((int64_t)unit + 1) * j.blocks - 1) / total);
+        first[part] = (int)((((int64_t)unit + 1) * blocks - 1) / total);
         unit += reach.units[part];
-        last[part] = (int)(((int64_t)unit * j.blocks - 1) / total);
+        last[part] = (int)(((int64_t)unit * blocks - 1) / total);
     }
     for (part = 0; part < TKVCU_PARTS; part++)
         for (c = first[part]; c <= last[part]; c++) {

@@ -1,11 +1,10 @@
 /*
  * layout.h - a layer of the cache as kernels see it: addresses are computed, no tables of blocks.
  *
- * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A
- * sequence has four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of
- * exact rows), hot (a ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds
- * positions sinks + 64 b and on; the first list.archive of them are archived, the next list.warm are warm,
- * the rest is hot.
+ * The bytes of a block are the host's: 64 tokens of a layer, all KV heads, K side then V side of each. A sequence has
+ * four regions in each layer: archive (block b in place b), warm (a ring), sinks (one block of exact rows), hot (a
+ * ring of exact blocks). Blocks behind the sinks have 64 tokens each: block b holds positions sinks + 64 b and on;
+ * the first list.archive of them are archived, the next list.warm are warm, the rest is hot.
  */
 #ifndef TKVCU_LAYOUT_H
 #define TKVCU_LAYOUT_H
@@ -19,11 +18,11 @@ typedef struct tkvcu_side { /* one head's side in one coding: all that a kernel 
     uint8_t kind, bf16;     /* TKVCU_EXACT: 1: bfloat16 */
     uint8_t half_bits;      /* KIVI: 2 * width; R: 2, 3 (pairs), 4, 6, 8 */
     uint8_t group;          /* KIVI: values per scale, 32 or 64 */
-    uint8_t slabs[7];       /* A: slabs of 16 channels (4 tiles) with so many bits; stored widest first */
-    int16_t top;            /* window of the logarithmic scales */
-    uint32_t at, bytes;     /* from the start of the block; whole */
-    uint32_t code_bytes;    /* then metadata, as in format_*.h */
-    int32_t table;          /* A: first element of order and mean below; -1: channels as they come, means 0 */
+    uint8_t slabs[7];    /* A, KIVI: slabs of 16 channels (4 tiles) with so many bits; stored widest first */
+    int16_t top;         /* window of the logarithmic scales */
+    uint32_t at, bytes;  /* from the start of the block; whole */
+    uint32_t code_bytes; /* then metadata, as in format_*.h */
+    int32_t table;       /* A: first element of order and mean below; -1: channels as they come, means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {

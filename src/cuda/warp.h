@@ -1,7 +1,6 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
- * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
- * processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
+ * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
@@ -20,9 +19,9 @@
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
- * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
- * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
+ * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
+ * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -35,6 +34,15 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* d = c + a b. */
+TKVCU_DEVICE void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
 }
 
 TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -93,7 +101,16 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
 }
 
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
-    return __byte_perm(a, b, select);
+    uint32_t x;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
+    return x;
+}
+
+/* (x & mask) | with: one instruction, if `with` is in a register and the compiler does not know what it is. */
+TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
+    return y;
 }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
@@ -108,7 +125,7 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
 #define TKVCU_ROLL
 #endif
 
-/* (x & mask) | or, one instruction where the compiler is let to see it. */
-TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
+/* x where the mask has ones, else y. */
+TKVCU_DEVICE uint32_t tkvcu_choose(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
 
 #endif /* TKVCU_WARP_H */

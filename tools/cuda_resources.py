@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""What nvcc makes of tieredkv_cuda.cu: registers, spills, resident warps of each attention kernel, and the instructions
+of a unit (64 tokens of a KV head), read from the machine code. Needs nvcc and g++, no GPU. Standard library only.
+
+    python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
+    python3 tools/cuda_resources.py --quick     sm_80 and sm_90
+    python3 tools/cuda_resources.py --check     ends with 1 where a gate is broken (LIMITS below)
+
+How instructions are counted: a kernel with the unit's loop alone (tkvcu_run_units) is compiled with sides that the
+compiler knows, as the host lays them out, and without what happens rarely (TKVCU_RARELY: a maximum that grows, masks,
+softcap). The loop of units is that with matrix products; in it, loops of K's slabs count as often as there are slabs,
+loops of copies as bytes say. Decisions between formats, a few instructions, are not in it.
+Share of issue slots: 132 multiprocessors of 4 schedulers at 1.755 GHz issue 9.27e11 instructions a second; a unit's
+bytes come at 4.3 TB/s.
+"""
+import concurrent.futures
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ARCHS = [80, 86, 89, 90, 100, 120]
+QUICK = [80, 90]
+ISSUE = 132 * 4 * 1.755e9  # of an H200
+PACE = 4.3e12              # bytes a second
+
+# Registers of a multiprocessor are 65536 everywhere; shared memory in bytes, most warps.
+MULTIPROCESSOR = {80: (164 << 10, 64), 86: (100 << 10, 48), 89: (100 << 10, 48), 90: (228 << 10, 64),
+                  100: (228 << 10, 64), 120: (100 << 10, 48)}
+RESERVED = 1024  # shared memory of a block that is the system's
+
+# Plans whose units are counted: preset or K and V of both tiers, tier.
+PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", "balanced", 1),
+         ("A25/R20", "compact", 0), ("A20/R15", "extreme", 0), ("KIVI-4", "kivi", 1), ("KIVI-2", "kivi", 0)]
+
+# Gates. Spills in bytes; registers and issue share of kernels for 8 columns and head_dim 128.
+LIMITS = {"spill": 0, "share": 0.70}
+SHARE_HOLDS = {"default, archive A30/R30", "default, warm A40/R40", "KIVI-4"}
+
+HOST = """
+#include "tests/cuda_on_cpu.h"
+#include "tieredkv_cuda.cu"
+int main(int argc, char **argv) {
+    tkv_config cfg = tkv_config_default();
+    tkvcu_desc desc = {&cfg, 0, 0, 1};
+    size_t cache, work, shared;
+    tkvcu *cu;
+    cfg.n_layers = 1;
+    cfg.n_heads = 32;
+    cfg.n_kv_heads = 8;
+    cfg.max_tokens = 4096;
+    cfg.allocation_unit = 16;
+    cfg.head_dim = atoi(argv[2]);
+    if (argc < 4 || tkv_config_preset(&cfg, argv[1]) || tkvcu_query(&desc, &cache, &work, NULL, 0)) return 1;
+    cache = (cache + 255) / 256 * 256;
+    if (tkvcu_create(&desc, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
+                     NULL, &cu)) return 1;
+    for (int nt = 1; nt <= 2; nt++) {
+        tkvcu_attend_of(&cu->split, cfg.head_dim, nt, &shared);
+        printf("%d %zu ", cu->split.groups, shared);
+    }
+    const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;
+    for (int i = 0; i < 2; i++, s++)
+        printf("\\n%d %d %d %d %d %d %d %d %d %d %d %d %u %u", s->kind, s->half_bits, s->group, s->slabs[0],
+               s->slabs[1], s->slabs[2], s->slabs[3], s->slabs[4], s->slabs[5], s->slabs[6], s->top, s->table,
+               (unsigned)s->bytes, (unsigned)s->code_bytes);
+    return 0;
+}
+"""
+
+PROBE = """
+#define TKVCU_SIDE(b, i) side_of(i)
+#define TKVCU_RARELY(x) ((void)(x), 0)
+#include "api.h"
+#include "layout.h"
+static __device__ __forceinline__ tkvcu_side side_of(int i) {
+    const tkvcu_side k = {%s}, v = {%s};
+    return i ? v : k;
+}
+#include "attend.h"
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d, %d, %d)) unit(tkvcu_job j) {
+    TKVCU_SHARED(uint8_t, shared);
+    tkvcu_block<%d, %d> &b = *(tkvcu_block<%d, %d> *)(void *)shared;
+    tkvcu_sums<%d, %d, %d> u;
+    tkvcu_lane me;
+    me.lane = threadIdx.x %% 32;
+    me.warp = threadIdx.x / 32;
+    me.g = me.lane / 4;
+    me.t = me.lane %% 4;
+    me.magic = b.magic;
+    me.ring = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024);
+    me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
+    me.weights_meta = (float *)(void *)me.meta;
+    me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
+    tkvcu_begin(u);
+    tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
+    tkvcu_finish(j, b, me, u, shared, 1024);
+}
+"""
+
+HMMA, LDGSTS, BRA = 0x3C, 0xAE | 0x100, 0x147  # the low 9 bits
+NAMES = {0x3C: "HMMA", 0x1AE: "LDGSTS", 0x12: "LOP3", 0x19: "SHF", 0x16: "PRMT", 0x184: "LDS", 0x188: "STS",
+         0x3B: "LDSM", 0x23: "FFMA", 0x20: "FMUL", 0x21: "FADD", 0x09: "FMNMX", 0x108: "MUFU", 0x32: "HMUL2",
+         0x3E: "F2FP", 0x24: "IMAD", 0x25: "IMAD", 0x10: "IADD3", 0x11: "LEA", 0x0C: "ISETP", 0x0B: "FSETP",
+         0x147: "BRA", 0x189: "SHFL", 0x148: "WARPSYNC", 0x07: "SEL", 0x08: "FSEL", 0x02: "MOV"}
+
+
+def functions(cubin):
+    """Machine code of a cubin: {mangled name: [instructions, 16 bytes each, as integers]}."""
+    with open(cubin, "rb") as f:
+        data = f.read()
+    at, = struct.unpack_from("<Q", data, 0x28)
+    n, names = struct.unpack_from("<HH", data, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQ", data, at + 64 * i) for i in range(n)]
+    found = {}
+    for section in sections:
+        start = sections[names][4] + section[0]
+        name = data[start:data.index(b"\0", start)].decode()
+        if name.startswith(".text."):
+            code = data[section[4]:section[4] + section[5]]
+            found[name[6:]] = [int.from_bytes(code[i:i + 16], "little") for i in range(0, len(code), 16)]
+    return found
+
+
+def loops(code, arch):
+    """Backward branches: [(first, last instruction)]. The distance has 8 bits more, further down, from sm_90 on."""
+    found = []
+    for i, word in enumerate(code):
+        if word & 0x1FF != BRA:
+            continue
+        distance = word >> 34 & (1 << 48) - 1
+        distance -= (distance >> 47) << 48
+        if arch >= 90:
+            distance = distance << 8 | word >> 16 & 0xFF
+            distance -= (distance >> 48) << 49 if distance > 0 else 0
+        to = i + 1 + distance * 4 // 16
+        if to < i:
+            found.append((to, i))
+    return found
+
+
+def count(code, arch, slabs, k_bytes, v_bytes):
+    """Instructions of a unit, by name."""
+    def has(loop, what):
+        return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
+    nested = loops(code, arch)
+    unit = max((l for l in nested if has(l, HMMA) and has(l, LDGSTS)), key=lambda l: has(l, HMMA))
+    weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
+    inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
+    copies = [l for l in inner if has(l, LDGSTS) and not has(l, HMMA)]
+    runs = [l for l in inner if has(l, HMMA)]
+    if len(copies) != 2 or len(runs) > len(slabs):
+        raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
+    times = dict(zip(copies, ((k_bytes + 2047) // 2048, (v_bytes + 2047) // 2048)))
+    times.update(zip(runs, slabs))
+    for loop, n in times.items():
+        for i in range(loop[0], loop[1] + 1):
+            weight[i] *= n
+    found = {}
+    for i, n in weight.items():
+        name = NAMES.get(code[i] & 0x1FF, "%03x" % (code[i] & 0x1FF))
+        found[name] = found.get(name, 0) + n
+    return found
+
+
+def run(command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    if done.returncode:
+        raise SystemExit("%s\n%s" % (" ".join(command), done.stdout))
+    return done.stdout
+
+
+def nvcc(arch, source, out):
+    return run(["nvcc", "-O3", "-std=c++17", "-arch=sm_%d" % arch, "-Xptxas", "-v", "-cubin", "-I", ROOT, "-I",
+                os.path.join(ROOT, "src", "cuda"), "-o", out, source])
+
+
+def kernels(text):
+    """From ptxas -v: {(head_dim, n-tiles, groups): (registers, bytes of spills, of local arrays)}."""
+    found = {}
+    for part in text.split("Compiling entry function")[1:]:
+        name = re.search(r"attend_kernelILi(\d+)ELi(\d+)ELi(\d+)E", part)
+        if name:
+            stack, stores, loads = map(int, re.search(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups())
+            registers = int(re.search(r"Used (\d+) registers", part).group(1))
+            found[tuple(map(int, name.groups()))] = (registers, stores + loads, stack)
+    return found
+
+
+def resident(arch, registers, shared):
+    """Blocks of 128 threads that fit."""
+    memory, warps = MULTIPROCESSOR[arch]
+    per_warp = (registers * 32 + 255) // 256 * 256
+    return min(65536 // per_warp // 4, memory // (shared + RESERVED), warps // 4)
+
+
+class Lab:
+    def __init__(self, place):
+        self.place = place
+        self.host = os.path.join(place, "host")
+        source = self.write("host.cpp", HOST)
+        run(["g++", "-std=c++17", "-O1", "-w", "-I", ROOT, "-o", self.host, source, "-lm"])
+
+    def write(self, name, text):
+        path = os.path.join(self.place, name)
+        with open(path, "w") as f:
+            f.write(text)
+        return path
+
+    def plan(self, preset, head_dim, tier):
+        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's units."""
+        lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
+        first = list(map(int, lines[0].split()))
+        return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
+
+    def unit(self, arch, preset, tier):
+        """Instructions of a unit at head_dim 128 with 8 columns, by name; its bytes."""
+        groups, _, sides = self.plan(preset, 128, tier)
+        text = []
+        for kind, half_bits, group, *rest in sides:
+            slabs, (top, table, size, code_bytes) = rest[:7], rest[7:]
+            text.append("%d, 0, %d, %d, {%s}, %d, 0, %d, %d, %d" % (
+                kind, half_bits, group, ", ".join(map(str, slabs)), top, size, code_bytes, table))
+        n = (128, 1, groups)
+        source = self.write("unit-%s-%d-%d.cu" % (preset, tier, arch),
+                            PROBE % (text[0], text[1], *n, *n[:2], *n[:2], *n, *n))
+        nvcc(arch, source, source + "bin")
+        slabs = [x for x in sides[0][9:3:-1] if x] or [8]
+        code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
+        k_bytes, v_bytes = sides[0][11 + 1], sides[1][11 + 1]
+        return count(code, arch, slabs, k_bytes, v_bytes), k_bytes + v_bytes
+
+
+def main():
+    quick, check = "--quick" in sys.argv[1:], "--check" in sys.argv[1:]
+    archs, bad = QUICK if quick else ARCHS, []
+    place = tempfile.mkdtemp()
+    try:
+        lab = Lab(place)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole = {a: pool.submit(nvcc, a, os.path.join(ROOT, "tieredkv_cuda.cu"),
+                                    os.path.join(place, "all-%d.cubin" % a)) for a in archs}
+            units = {(p, a): pool.submit(lab.unit, a, p[1], p[2]) for p in PLANS for a in QUICK}
+            print("| kernel: head_dim, columns, V groups | architecture | registers | spilled bytes | local bytes | "
+                  "shared memory, default / KIVI | warps per scheduler |\n|---|---|---|---|---|---|---|")
+            shared = {}
+            for preset in ("balanced", "kivi"):
+                for dim in (64, 128):
+                    groups, both, _ = lab.plan(preset, dim, 0)
+                    for nt in (1, 2):
+                        shared.setdefault((dim, nt, groups), []).append(both[nt - 1])
+            for a in archs:
+                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result()).items()):
+                    memory = shared[kernel]
+                    print("| %d, %d, %d | sm_%d | %d | %d | %d | %s | %s |" % (
+                        kernel[0], 8 * kernel[1], kernel[2], a, registers, spill, stack,
+                        " / ".join(map(str, memory)),
+                        " / ".join(str(resident(a, registers, m)) for m in memory)))
+                    if a in QUICK and spill > LIMITS["spill"]:
+                        bad.append("sm_%d, kernel %s: %d bytes spilled" % (a, kernel, spill))
+            print("\n| unit of 64 tokens, head_dim 128, 8 columns | architecture | bytes | instructions | of issue slots "
+                  "at 4.3 TB/s | most frequent |\n|---|---|---|---|---|---|")
+            for (plan, a), job in units.items():
+                found, size = job.result()
+                total = sum(found.values())
+                share = total / ISSUE * PACE / size
+                most = sorted(found.items(), key=lambda x: -x[1])[:9]
+                print("| %s | sm_%d | %d | %d | %.0f %% | %s |" % (
+                    plan[0], a, size, total, 100 * share, ", ".join("%s %d" % x for x in most)))
+                if a == 90 and plan[0] in SHARE_HOLDS and share > LIMITS["share"]:
+                    bad.append("%s: %.0f %% of issue slots" % (plan[0], 100 * share))
+    finally:
+        shutil.rmtree(place)
+    for line in bad:
+        print("broken: " + line)
+    return 1 if check and bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
