@@ -402,7 +402,8 @@ static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_
     cpu_mma("mma bf16", c, a, b, cpu_bfloat);
 }
 
-static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2],
+                                      const float c[4]) {
     memcpy(d, c, 4 * sizeof *d);
     tkvcu_mma_f16(d, a, b);
 }
