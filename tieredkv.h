@@ -957,12 +957,12 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
  * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
- * were dropped for it are gone then). What is outside is not dropped for bytes. Where a fetch fails, tkv_attend,
- * tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that were stored
- * TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of queries may
- * have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of formats are
- * learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know
- * nothing of it. */
+ * were dropped for it are gone then). What is outside is dropped for bytes only where its entries in the
+ * index have to make room. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
+ * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
+ * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
+ * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM.
+ * tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1313,7 +1313,11 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
  * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
+ * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its recent
+ * tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET only if all
+ * resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so before: who
+ * goes depends on what is compressed until then). TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
+ * heads as one.
  *
  * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
  * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
@@ -15050,6 +15054,7 @@ typedef struct tkvi_list {
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
     int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
+    int left;     /* blocks, on paper: as far as a call that needs room may go (budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -15079,6 +15084,13 @@ typedef struct tkvi_ears {
     int tokens; /* appended since it listens; -1: it does not */
     int used;   /* that many when the factors were made last; 0: never */
 } tkvi_ears;
+
+/* What a call asks room for, beside slots (tkv_cache.need). */
+typedef struct tkvi_order {
+    const tkv_rows *rows; /* tokens for lists */
+    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    int64_t blocks;       /* entries of the block table, beyond those of slots */
+} tkvi_order;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -15117,6 +15129,9 @@ struct tkv_cache {
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    tkvi_order order; /* valid during the call */
+    int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
+    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
@@ -15124,7 +15139,6 @@ struct tkv_cache {
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
     uint64_t evicted, merged;
-    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -16761,16 +16775,21 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     b->copy_mark = kv->pool.marks;
 }
 
-/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
- * last append, and not the last two, from which attention takes what keys have in common. */
+/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
+ * takes what keys have in common. */
 static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    end = tkvi_block_end(kv, list, ids, i);
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
 /* The oldest block of a list that may go out next; -1: there is none. */
@@ -16921,8 +16940,8 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -16934,6 +16953,7 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
             const int slot = b->slot;
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
+            if (!really) continue;
             b->page = TKVI_NIL;
             b->slot = 0;
             kv->pool.n_spilled++;
@@ -16950,17 +16970,19 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
+/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
+ * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
     int seq, start, end, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
-            continue;
+        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
+        if (!tkvi_vacate(kv, seq, end, 0)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, 1) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */
@@ -17431,9 +17453,10 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
- * there is room for. Both are of one tier, and not the last. */
-static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
+ * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
+                         int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const int key = kv->tables.coding[a->coding].key;
     int room, n;
@@ -17444,8 +17467,9 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (press) return room;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
@@ -17504,11 +17528,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         return;
     }
     b->gone |= there;
+    tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
-static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
@@ -17517,7 +17542,7 @@ static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
@@ -17592,9 +17617,27 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
     }
 }
 
+/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+typedef struct tkvi_spared {
+    int outside; /* tokens outside RAM: they take none but of the index */
+    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
+    const tkvi_rule *rule;
+    int vacant;
+} tkvi_spared;
+
+/* Is block i outside, or would be? */
+static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (!s || !s->rule || i < list->sinks) return 0;
+    return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
+           (kv->tables.cfg.spill.store && tkvi_may_spill(kv, seq, layer, i, s->rule));
+}
+
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
 static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                tkvi_choice *c) {
+                                const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
@@ -17608,7 +17651,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const tkvi_notes *notes = &kv->pool.notes[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        const int first = c->n;
+        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
@@ -17619,8 +17662,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
-                (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || stays || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -17655,7 +17697,7 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
 }
 
 /* The tokens at these places of a view go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, at = 0, gone = 0;
@@ -17668,31 +17710,37 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
     for (i = 0; i < c->n; i++)
         if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
     kv->evicted += (uint64_t)gone;
-    tkvi_close_ranks(kv, seq, layer);
+    tkvi_close_ranks(kv, seq, layer, press);
     if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
 }
 
-/* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
-static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                             const tkv_evict_params *p, int keep, int really) {
+/* Who goes so that at most `keep` tokens of a layer stay. */
+static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                              const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                              tkvi_choice *c) {
     const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
-    tkvi_choice c;
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
     tkv_status st;
-    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
-    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
-    st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
-    if (!st && really) tkvi_let_go(kv, seq, layer, &c);
-    return st;
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkv_evict_score(cfg, &v, c->score)) != TKV_OK) return st;
+    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
 /* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
-static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
+static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                               tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1) == TKV_OK) return;
+    if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.kind = TKV_EVICT_SLIDING;
-    (void)tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1);
+    (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
+}
+
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                              int press) {
+    tkvi_choice c;
+    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_let_go(kv, seq, layer, &c, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -17707,12 +17755,12 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least =
         tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least));
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a list that stay in any case: those outside take no bytes. */
-static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
+/* Tokens of a list that stay in any case. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -17721,65 +17769,71 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
+        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
                               : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
- * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
- * are not merged at all. */
-static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
+/* Blocks of a list that eviction gives back for sure, whoever goes: of those in RAM, and outside. What is left: two
+ * that did not fit into one are more than half full, but for the last of each stretch of a tier and format; where
+ * tokens cannot move, blocks are not merged at all. Outside each may have one token left. */
+typedef struct tkvi_going {
+    int here, outside;
+} tkvi_going;
+
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
     const int in_order =
         kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
-    const int stay = tkvi_stay_of(kv, seq, layer);
-    int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
+    int i, stay, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
+    tkvi_going go = {0, 0};
+    if (kv->seq[seq].in_step || list->n == 0) return go;
+    stay = tkvi_stay_of(kv, seq, layer, spared);
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         stretches += kv->tables.coding[b->coding].key != key ||
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
-        if (!tkvi_spilled(b)) continue;
-        out++;
-        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
-        key = -1;
+        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+            out++;
+            tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            key = -1;
+        } else {
+            held += (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored) != 0;
+        }
     }
-    if (shared || (tkvi_binds(kv) && !in_order)) return list->n;
-    if (in_order) return tkvi_min(list->n, list->sinks + held + (stay - tokens_out) / TKVI_BLOCK + 3);
-    return tkvi_min(list->n, list->sinks + out + stretches + 2 * (stay - tokens_out) / TKVI_BLOCK);
-}
-
-/* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
-static int tkvi_may_go(const tkv_cache *kv, int seq, int layer) {
-    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    return tkvi_list_of(kv, seq, layer)->n - tkvi_rest_of(kv, seq, layer);
+    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
+    else stay -= tokens_out;
+    i = in_order ? held + stay / TKVI_BLOCK + 3 : stretches + 2 * stay / TKVI_BLOCK; /* these may be left */
+    go.here = tkvi_max(0, list->n - list->sinks - out - i);
+    return go;
 }
 
 /* A batch of tokens goes from the list that has most to give. 0: none has. */
-static int tkvi_evict_some(tkv_cache *kv) {
+static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.outside = !outside_too;
     for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
         for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_stay_of(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
             most = spare;
             of_seq = seq;
             of_layer = layer;
             count = n;
         }
-    kv->for_bytes = 1;
     if (most > 0)
         tkvi_evict_surely(kv, of_seq, of_layer,
-                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
-    kv->for_bytes = 0;
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
     return most > 0;
 }
 
@@ -17788,11 +17842,17 @@ static int tkvi_evict_some(tkv_cache *kv) {
 /*
  * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
  *
- *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
+ *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
+ *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
  *               config has a place for them, the oldest blocks go outside, then what a model can compute
  *               again goes (absent.h), then tokens (drop.h)                                   (tkvi_make_room)
+ *
+ * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
+ * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go, and
+ * what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before it;
+ * then the same is done.
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -17825,36 +17885,124 @@ static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
     return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
 }
 
-/* Bytes held when there are so many slots of each class, room for recoding included. */
-static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
-    int64_t pages = kv->pool.spare;
-    size_t bytes;
+/* >>what a call asks for */
+/* Does the tail have a block that takes another token? */
+static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                          const uint32_t *ids) {
+    int last = list->n - 1, room;
+    if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
+    room = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
+}
+
+/* Blocks that n more tokens open, and the sink block among them. */
+static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                           const uint32_t *ids, int n, int *sink) {
+    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    *sink = rest > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) rest -= p->sink;
+    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+}
+
+/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
+static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+    int sink;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
+           1;
+}
+
+/* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
+static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_paper) {
+    const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
+    int l, want = 0;
+    if (row->n == 0) return 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_paper ? list->n - list->left : 0;
+        if (kv->tables.plan[l].stored == l && more > 0)
+            want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
+    }
+    return want;
+}
+
+/* Bytes of the index that this takes; old arrays are given back, but not before. */
+static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_paper) {
+    const tkvi_order *o = &kv->order;
+    size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
+    int i, most = 0;
+    for (i = 0; i < o->n_rows; i++) {
+        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_paper);
+        bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
+                 (size_t)kv->tables.cfg.n_layers;
+        most = tkvi_max(most, want);
+    }
+    return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+}
+
+static void tkvi_ask_nothing(tkv_cache *kv) {
+    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    memset(&kv->order, 0, sizeof kv->order);
+}
+
+/* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
+static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *paper, const tkv_rows *rows, int n_rows, int layer) {
+    int64_t blocks = kv->pool.n_spilled;
     int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = paper->live[c] - now;
+        kv->need[c] = more > 0 ? more : 0;
+        blocks += now + kv->need[c];
+    }
+    kv->order.rows = rows;
+    kv->order.n_rows = n_rows;
+    kv->order.layer = layer;
+    kv->order.blocks = paper->most_blocks - blocks;
+}
+
+/* >>what there would be */
+typedef struct tkvi_outlook {
+    int64_t *slots;  /* of each class */
+    int64_t outside; /* blocks */
+    int on_paper;    /* lists are as long as `left` says */
+} tkvi_outlook;
+
+/* As it is, and what is asked for. */
+static tkvi_outlook tkvi_now(tkv_cache *kv) {
+    tkvi_outlook o;
+    int c;
+    o.slots = kv->need + kv->tables.n_classes;
+    o.outside = kv->pool.n_spilled;
+    o.on_paper = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
-        pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
-    if (!tkvi_add(extra, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &extra)) return (size_t)-1;
+        o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+    return o;
+}
+
+/* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
+static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
+    int64_t pages = kv->pool.spare, blocks = o->outside;
+    size_t bytes, more;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t slots = o->slots[c] > 0 ? o->slots[c] : 0;
+        pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
+        blocks += slots;
+    }
+    more = tkvi_index_growth(kv, blocks, o->on_paper);
+    if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
+    if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
+        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
-    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers +
-           tkvi_growth(kv->choice_cap, want, tkvi_choice_entry(&kv->tables.cfg));
-}
-
-static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, tkvi_block_entry(&kv->tables.cfg));
-}
-
-/* What an operation asks for, from its paper; what it gives back does not count. */
-static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t more = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
-        kv->need[c] = more > 0 ? more : 0;
-    }
+static size_t tkvi_bytes_now(tkv_cache *kv) {
+    const tkvi_outlook now = tkvi_now(kv);
+    return tkvi_bytes_with(kv, &now, NULL);
 }
 
 /* >>what is stored more loosely than a level wants it */
@@ -17874,16 +18022,22 @@ static int tkvi_any_step(const tkv_cache *kv) {
     return any;
 }
 
-/* Where block i of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
-static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+/* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
+                              const tkvi_rule *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
+    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
         due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
     return due;
+}
+
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
+                         i + 1 == list->n, r, tables);
 }
 
 /* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
@@ -18028,101 +18182,284 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
                            : "memory is free again: new tokens are looser");
 }
 
-/* Slots of each class, in need[n_classes ...]: those of now, with what is needed. */
-static int64_t *tkvi_slots_now(tkv_cache *kv) {
-    int64_t *slots = kv->need + kv->tables.n_classes;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
-    return slots;
+/* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
+typedef enum tkvi_resort {
+    TKVI_LOOSEN = 1,
+    TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
+    TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
+    TKVI_EVICT_ALL = 8, /* be they outside or not */
+    TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
+    TKVI_FIRST = 32  /* before anything else happens */
+} tkvi_resort;
+
+static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule *rule, int level,
+                                  int resort) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !(resort & TKVI_EVICT_ALL);
+    if (resort & TKVI_OUT) s.rule = rule;
+    if (resort & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+        s.vacant = tkvi_vacant_to(kv, seq, level);
+    return s;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
- * go outside or be recomputed, or that eviction would give back for sure; or with the tighter ones as large as
- * the level has them. */
-typedef enum tkvi_fate {
-    TKVI_TIGHTEN,
-    TKVI_TIGHTEN_AND_SPILL,
-    TKVI_TIGHTEN_AND_VACATE,
-    TKVI_TIGHTEN_AND_EVICT,
-    TKVI_LOOSEN
-} tkvi_fate;
+/* Is it known who goes, whatever becomes of the blocks until then? */
+static int tkvi_has_floor(const tkv_cache *kv) {
+    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
+    return kind && kind != TKV_EVICT_USER &&
+           !(tkv_evict_needs(kind) & (TKV_EVICT_NEEDS_NORMS | TKV_EVICT_NEEDS_KEYS));
+}
 
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
-    const tkvi_tables *t = &kv->tables;
-    int64_t *slots = tkvi_slots_now(kv);
-    int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < t->cfg.max_seqs; seq++) {
-        const int vacant =
-            fate == TKVI_TIGHTEN_AND_VACATE && tkvi_is_idle(kv, seq) ? tkvi_vacant_to(kv, seq, level) : 0;
-        for (layer = 0; layer < t->cfg.n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
-            for (i = list->sinks + list->out; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
-                int coding = r->coding[due];
-                if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (go > 0 || tkvi_block_end(kv, list, ids, i) <= vacant ||
-                    (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
-                    slots[t->coding[b->coding].size_class]--;
-                    go--;
-                    continue;
-                }
-                if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
-                if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
-                                        : !tkvi_tighter(kv, b->coding, coding))
-                    continue;
-                slots[t->coding[b->coding].size_class]--;
-                slots[t->coding[coding].size_class]++;
-            }
+/* Tokens of a list that stay by TKVI_FLOOR. */
+static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+    const int stay = tkvi_stay_of(kv, seq, layer, spared);
+    const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
+    return stay + (int)(more * kv->share / 8);
+}
+
+/* One list goes to its floor. 0: it may not. */
+static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !outside_too;
+    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
+    tkvi_evict_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    return 1;
+}
+
+/* A block on paper. */
+typedef struct tkvi_paper_block {
+    uint64_t anchored;
+    int start, tokens, coding, tier;
+    int stays; /* others hold it, too */
+    int away;  /* it has no slot */
+} tkvi_paper_block;
+
+/* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
+static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_block *b, int end) {
+    const tkvi_coding *coding = kv->tables.coding;
+    const int room = TKVI_BLOCK - a->tokens;
+    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
+    if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
+    if (b->tokens > room && a->anchored | b->anchored) return 0;
+    a->anchored |= b->anchored;
+    a->tokens += tkvi_min(b->tokens, room);
+    b->tokens -= tkvi_min(b->tokens, room);
+    return b->tokens == 0;
+}
+
+/* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
+ * are away as `spared` says, before. NULL: they are as they are. */
+static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared, const tkvi_rule *r,
+                            tkvi_paper_block **out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int tables = !tkvi_any_step(kv);
+    tkvi_paper_block *paper;
+    tkvi_choice c;
+    int i, t, at = 0, n = 0;
+    tkvi_choose_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
+    *out = paper = (tkvi_paper_block *)(void *)c.score; /* these have told all they can */
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t left = tkvi_kept(kv, list, ids, i);
+        tkvi_paper_block *mine = &paper[n];
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
+        mine->anchored = kv->pool.notes[ids[i]].anchored;
+        mine->start = tkvi_block_start(kv, ids, i);
+        mine->tokens = tkvi_bits_in(left);
+        mine->coding = b->coding;
+        mine->tier = tkvi_tier_at(list, i);
+        mine->stays = b->refs > 1;
+        mine->away = !mine->stays && tkvi_is_away(kv, seq, layer, i, spared);
+        if (r && i >= list->sinks && !mine->stays && !mine->away) {
+            const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
+            if (due != TKV_HOT) mine->tier = due;
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) mine->coding = r->coding[due];
         }
+        if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
+        if (i + 1 < list->n && i > list->sinks && n > 0 &&
+            tkvi_paper_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            continue;
+        if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
+            left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
+            for (t = 0; !(left >> t & 1);) t++;
+            mine->start = tkvi_at(kv, ids[i], t);
+        }
+        n++;
     }
-    return slots;
+    return n;
 }
 
-/* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
- * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
-static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
-    const int last = kv->policy.cfg.max_level;
-    int level;
+/* Sinks among these blocks: 0 or 1. */
+static int tkvi_paper_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_paper_block *paper, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return n && list->sinks && paper->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+}
+
+/* tkvi_vacant_to, when all layers are at their floor. */
+static int tkvi_paper_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+    int layer, i, n, to = TKVI_FOREVER;
+    if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const int len = tkvi_list_of(kv, seq, layer)->len;
+        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        tkvi_paper_block *paper;
+        if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
+        n = tkvi_paper_floor(kv, seq, layer, spared, NULL, &paper);
+        i = tkvi_paper_sinks(kv, seq, layer, paper, n);
+        while (i + 2 < n && !paper[i].stays && tkvi_is_old(kv, seq, layer, paper[i + 1].start, r)) i++;
+        to = tkvi_min(to, i < n ? paper[i].start : len);
+    }
+    return to;
+}
+
+/* Adds to an outlook what becomes of a list at its floor. */
+static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const int first = resort & TKVI_FIRST;
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, first ? resort & ~TKVI_OUT : resort);
+    const int vacant = first && resort & TKVI_OUT ? tkvi_paper_vacant(kv, seq, level, &spared) : 0;
+    tkvi_paper_block *paper;
+    int i, sinks;
+    list->left = tkvi_paper_floor(kv, seq, layer, &spared, first ? NULL : r, &paper);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (b->refs > 1) continue;
+        if (tkvi_spilled(b)) o->outside--;
+        else o->slots[kv->tables.coding[b->coding].size_class]--;
+    }
+    sinks = tkvi_paper_sinks(kv, seq, layer, paper, list->left);
+    for (i = 0; i < list->left; i++) {
+        tkvi_paper_block *b = &paper[i];
+        const int end = i + 1 < list->left ? b[1].start : list->len;
+        if (b->stays) continue;
+        if (first && resort & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+            const tkv_tier due =
+                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            b->away = end <= vacant || (kv->tables.cfg.spill.store && i + 2 < list->left &&
+                                        tkvi_is_old(kv, seq, layer, end, r));
+        }
+        if (b->away) o->outside++;
+        else o->slots[kv->tables.coding[b->coding].size_class]++;
+    }
+}
+
+/* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
+static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    const tkvi_tables *t = &kv->tables;
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
+    const int tables = !tkvi_any_step(kv);
+    tkvi_going go = {0, 0};
+    int i;
+    list->left = list->n;
+    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, &spared);
+    for (i = list->sinks; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const int away = tkvi_is_away(kv, seq, layer, i, &spared);
+        int *more = away ? &go.outside : &go.here, coding;
+        tkv_tier due;
+        if (b->refs > 1) continue;
+        if (*more > 0 || away) {
+            const int gone = *more > 0;
+            if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
+            o->outside += !gone - tkvi_spilled(b);
+            list->left -= gone;
+            *more -= gone;
+            continue;
+        }
+        due = tkvi_due(kv, seq, layer, i, r, tables);
+        coding = r->coding[due];
+        if (resort & TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
+                                 : due == TKV_HOT || !tkvi_tighter(kv, b->coding, coding))
+            continue;
+        o->slots[t->coding[b->coding].size_class]--;
+        o->slots[t->coding[coding].size_class]++;
+    }
+}
+
+/* What there would be. */
+static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
+    tkvi_outlook o = tkvi_now(kv);
+    int seq, layer;
+    o.on_paper = 1;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+            if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+                tkvi_add_floor(kv, seq, layer, level, resort, &o);
+            else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+    return o;
+}
+
+/* Would what is asked for fit, going so far at the last level? */
+static int tkvi_resort_fits(tkv_cache *kv, int resort, int share, size_t budget, size_t *bytes) {
+    tkvi_outlook o;
+    size_t then;
+    kv->resort = resort;
+    kv->share = share;
+    o = tkvi_at_level(kv, kv->policy.cfg.max_level, resort);
+    then = tkvi_bytes_with(kv, &o, NULL);
+    *bytes = then < *bytes ? then : *bytes;
+    return then <= budget;
+}
+
+/* By which of these ways to the floor it fits, with such a share. */
+static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
+    static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
+    const int n = (int)(sizeof ways / sizeof *ways);
+    int i, fits = 0;
+    for (i = 0; i < 2 * n && !fits; i++)
+        fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
+                                share, budget, bytes);
+    return fits;
+}
+
+/* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
+ * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
+ * *bytes: the least that it takes. */
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int level, share;
     kv->store_failed = 0;
-    *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
+    kv->resort = 0;
+    *bytes = tkvi_bytes_now(kv);
+    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+        const tkvi_outlook o = tkvi_at_level(kv, level, 0);
+        const size_t then = tkvi_bytes_with(kv, &o, NULL);
         *bytes = then < *bytes ? then : *bytes;
     }
-    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    if (*bytes > budget && kv->tables.cfg.remat) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_VACATE), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    if (*bytes > budget && kv->tables.cfg.evict.kind) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    return *bytes <= budget;
+    if (*bytes <= budget) return 1;
+    if ((cfg->spill.store || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if (!cfg->evict.kind) return 0;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
+    for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
+    return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
 }
 
 /* >>work */
 /* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
  * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
  * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t within) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
-        int64_t *now = tkvi_slots_now(kv);
-        now[tkvi_coding_at(kv, &s)->size_class]--;
-        now[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+        const tkvi_outlook then = tkvi_now(kv);
+        then.slots[tkvi_coding_at(kv, &s)->size_class]--;
+        then.slots[kv->tables.coding[s.coding].size_class]++;
+        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
             return 0;
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
@@ -18158,9 +18495,11 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
     const double budget = (double)kv->tables.cfg.budget_bytes;
+    tkvi_outlook looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSEN), 0);
+    looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
+    bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -18192,7 +18531,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
 
 /* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
  * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
-static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
     float outside;
@@ -18212,7 +18551,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     while (kv->debt > 0) {
         size_t won = 0;
         if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
-            won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+            won = tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =
@@ -18220,17 +18559,32 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     }
 }
 
-/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_somewhere must have said yes. */
-static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
+/* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
+static int tkvi_evict_next(tkv_cache *kv, int *list) {
+    const int n = kv->tables.cfg.n_layers, all = (kv->resort & TKVI_EVICT_ALL) != 0;
+    int went = 0;
+    if (!kv->tables.cfg.evict.kind) return 0;
+    if (!(kv->resort & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
+        went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
+    return went;
+}
+
+/* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
+static int tkvi_make_room(tkv_cache *kv, size_t budget) {
+    int list = 0;
     for (;;) {
-        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
-            if (kv->heap.held > budget || extra > budget - kv->heap.held)
+        const tkvi_outlook now = tkvi_now(kv);
+        size_t index;
+        if (tkvi_bytes_with(kv, &now, &index) <= budget) {
+            if (kv->heap.held > budget || index > budget - kv->heap.held)
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (tkvi_tighten_one(kv, extra, 0)) continue;
+        if (kv->resort & TKVI_FIRST && tkvi_evict_next(kv, &list)) continue;
+        if (tkvi_tighten_one(kv, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_some(kv)) return 0;
+        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_next(kv, &list)) return 0;
     }
 }
 
@@ -18259,7 +18613,6 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 }
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
-    const int n = kv ? kv->tables.n_classes : 0;
     const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
@@ -18276,7 +18629,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    tkvi_ask_nothing(kv);
     kv->clock++;
     if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
@@ -18287,13 +18640,13 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_fits_somewhere(kv, 0, bytes, &takes)) {
+    if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
         if (!had) kv->pool.spare = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget_bytes = bytes;
-    if (!tkvi_make_room(kv, 0, bytes)) {
+    if (!tkvi_make_room(kv, bytes)) {
         kv->tables.cfg.budget_bytes = had;
         return tkvi_over_budget(kv, takes);
     }
@@ -18334,10 +18687,10 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv || max_work < 0) return TKV_ERR_ARG;
-    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    tkvi_ask_nothing(kv);
     while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
            tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
-           tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
+           tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes))
         n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
@@ -18418,26 +18771,6 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
 /* Slots of a class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-/* Does the tail have a block that takes another token? */
-static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                          const uint32_t *ids) {
-    int last = list->n - 1, room;
-    if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
-    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
-    room = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
-}
-
-/* Blocks that n more tokens open, and the sink block among them. */
-static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                           const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_room(kv, p, list, ids);
-    *sink = rest > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) rest -= p->sink;
-    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
 static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
@@ -18669,14 +19002,6 @@ static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
-static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
-    int sink;
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
-           1;
-}
-
 static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
     int i, j;
@@ -18723,17 +19048,6 @@ static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int
         if (failed) list->chunk = list->chunk_was;
         else list->chunk_was = list->chunk, list->chunk = list->len;
     }
-}
-
-/* Bytes by which block lists and the block table grow. */
-static size_t tkvi_rows_growth(const tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                               const tkvi_peak *paper) {
-    size_t index = tkvi_blocks_growth(kv, paper);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n)
-            index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-    return index;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
@@ -18790,17 +19104,17 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_lazy(kv)) {
-        const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
+        const size_t budget = cfg->budget_bytes,
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_need_of(kv, &paper);
-        fits = tkvi_fits_somewhere(kv, index, budget, &takes);
+        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        fits = tkvi_fits_somewhere(kv, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
         had = kv->tables.current[p->layer];
-        if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
-        if (!fits || !tkvi_make_room(kv, index, budget)) {
+        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
@@ -18994,7 +19308,8 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak paper;
-    int len, layer, had, want = 0, ready = 1;
+    tkv_rows row;
+    int len, layer, had, want, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -19002,21 +19317,17 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     if (n > kv->tables.cfg.max_tokens - len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
                          " more tokens");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        int more = len + n - tkvi_list_of(kv, seq, layer)->len;
-        if (kv->tables.plan[layer].stored == layer && more > 0)
-            want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
-    }
+    row.seq = seq;
+    row.n = n;
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
-        const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
@@ -19027,6 +19338,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
          layer++) /* the first table can be due; others wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
+    want = tkvi_row_want(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
@@ -19175,6 +19487,7 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
     tkv_evict_config full;
+    tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
     if (!kv || !p) return TKV_ERR_ARG;
@@ -19190,7 +19503,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
-            st = tkvi_evict(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), pass);
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+                             &c);
+            if (!st && pass) tkvi_let_go(kv, p->seq, layer, &c, 0);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
     tkvi_settle(kv, p->seq);
@@ -19206,12 +19521,12 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, &c);
+        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_let_go(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, &c, 0);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -19309,9 +19624,8 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak paper = tkvi_paper(kv);
     tkvi_peak_take(&paper, coding);
     if (tkvi_lazy(kv)) {
-        tkvi_need_of(kv, &paper);
-        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), tkvi_blocks_growth(kv, &paper)) >
-            kv->tables.cfg.budget_bytes)
+        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
@@ -19517,7 +19831,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last) > 0 && dropped)
+    if (end <= last && tkvi_vacate(kv, seq, last, 1) > 0 && dropped)
         *dropped = (tkvi_first_here(kv, seq, &start, &end) ? start : last) - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -19541,12 +19855,12 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to);
+    won = tkvi_vacate(kv, seq, to, 1);
     if (tighten) {
-        memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+        tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes);
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
     }
     if (freed) *freed = won;
     tkvi_settle(kv, seq);
@@ -19683,10 +19997,10 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     kv->seq[seq].used = ++kv->clock;
     paper = tkvi_paper_give(kv, seq, layer, first, last);
     if (tkvi_lazy(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes, index = tkvi_blocks_growth(kv, &paper);
+        const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget))
+        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
         paper = tkvi_paper_give(kv, seq, layer, first, last);
     }

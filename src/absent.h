@@ -65,8 +65,8 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -78,6 +78,7 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
             const int slot = b->slot;
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
+            if (!really) continue;
             b->page = TKVI_NIL;
             b->slot = 0;
             kv->pool.n_spilled++;
@@ -94,17 +95,19 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
+/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
+ * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
     int seq, start, end, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
-            continue;
+        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
+        if (!tkvi_vacate(kv, seq, end, 0)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, 1) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */

@@ -108,16 +108,21 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     b->copy_mark = kv->pool.marks;
 }
 
-/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
- * last append, and not the last two, from which attention takes what keys have in common. */
+/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
+ * takes what keys have in common. */
 static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    end = tkvi_block_end(kv, list, ids, i);
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
 /* The oldest block of a list that may go out next; -1: there is none. */
