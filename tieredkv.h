@@ -956,13 +956,14 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
- * were dropped for it are gone then). What is outside is dropped for bytes only where its entries in the
- * index have to make room. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
- * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
- * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
- * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM.
- * tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
+ * room drops tokens if there is cfg.evict and that does it, else it gets TKV_ERR_BUDGET and none have gone (but
+ * where only dropping first, then storing what is left, had made room: seldom, with budgets for a few blocks).
+ * What is outside is dropped for bytes only where its entries in the index have to make room. Where a fetch fails,
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
+ * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
+ * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
+ * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context
+ * know nothing of it. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1313,10 +1314,11 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
  * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its recent
- * tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET only if all
- * resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so before: who
- * goes depends on what is compressed until then). TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
+ * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
+ * only if all resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so
+ * before: who goes depends on what is compressed until then). TKV_ERR_NOMEM may come when tokens have gone: index
+ * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
  * heads as one.
  *
  * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
@@ -16775,6 +16777,9 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     b->copy_mark = kv->pool.marks;
 }
 
+/* Is there a place outside, as far as is known? */
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+
 /* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -17632,7 +17637,7 @@ static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tk
     if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
     if (!s || !s->rule || i < list->sinks) return 0;
     return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
-           (kv->tables.cfg.spill.store && tkvi_may_spill(kv, seq, layer, i, s->rule));
+           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
 }
 
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
@@ -18138,7 +18143,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
 static int tkvi_spill_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
-    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const int i = tkvi_next_out(kv, seq, layer);
@@ -18342,8 +18347,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int res
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
             if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
-            b->away = end <= vacant || (kv->tables.cfg.spill.store && i + 2 < list->left &&
-                                        tkvi_is_old(kv, seq, layer, end, r));
+            b->away = end <= vacant ||
+                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
         if (b->away) o->outside++;
         else o->slots[kv->tables.coding[b->coding].size_class]++;
@@ -18425,10 +18430,9 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
 /* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
  * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
  * *bytes: the least that it takes. */
-static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
-    kv->store_failed = 0;
     kv->resort = 0;
     *bytes = tkvi_bytes_now(kv);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
@@ -18437,13 +18441,18 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((cfg->spill.store || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
     if (!cfg->evict.kind) return 0;
     if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
     for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
+}
+
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+    kv->store_failed = 0;
+    return tkvi_still_fits(kv, budget, bytes);
 }
 
 /* >>work */
@@ -18570,9 +18579,15 @@ static int tkvi_evict_next(tkv_cache *kv, int *list) {
     return went;
 }
 
+/* Before the first token goes: a store that failed is counted on no more. */
+static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
+    size_t bytes;
+    return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
+}
+
 /* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
-    int list = 0;
+    int list = 0, evicts = 0;
     for (;;) {
         const tkvi_outlook now = tkvi_now(kv);
         size_t index;
@@ -18581,10 +18596,14 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (kv->resort & TKVI_FIRST && tkvi_evict_next(kv, &list)) continue;
+        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+            tkvi_evict_next(kv, &list))
+            continue;
         if (tkvi_tighten_one(kv, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_next(kv, &list)) return 0;
+        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
+        else if (!tkvi_evict_next(kv, &list)) return 0;
     }
 }
 

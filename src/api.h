@@ -865,13 +865,14 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
- * were dropped for it are gone then). What is outside is dropped for bytes only where its entries in the
- * index have to make room. Where a fetch fails, tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read
- * return TKV_ERR_IO, where bytes are not those that were stored TKV_ERR_DATA: what they were to write is
- * undefined then, the cache is as it was (statistics of queries may have seen some), and they may be called
- * again. tkv_truncate cannot cut what is outside. Tables of formats are learned from what is in RAM.
- * tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know nothing of it. */
+ * room drops tokens if there is cfg.evict and that does it, else it gets TKV_ERR_BUDGET and none have gone (but
+ * where only dropping first, then storing what is left, had made room: seldom, with budgets for a few blocks).
+ * What is outside is dropped for bytes only where its entries in the index have to make room. Where a fetch fails,
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
+ * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
+ * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
+ * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context
+ * know nothing of it. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1222,10 +1223,11 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
  * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its recent
- * tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET only if all
- * resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so before: who
- * goes depends on what is compressed until then). TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
+ * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
+ * only if all resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so
+ * before: who goes depends on what is compressed until then). TKV_ERR_NOMEM may come when tokens have gone: index
+ * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
  * heads as one.
  *
  * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when

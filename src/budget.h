@@ -299,7 +299,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
 static int tkvi_spill_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
-    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const int i = tkvi_next_out(kv, seq, layer);
@@ -503,8 +503,8 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int res
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
             if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
-            b->away = end <= vacant || (kv->tables.cfg.spill.store && i + 2 < list->left &&
-                                        tkvi_is_old(kv, seq, layer, end, r));
+            b->away = end <= vacant ||
+                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
         }
         if (b->away) o->outside++;
         else o->slots[kv->tables.coding[b->coding].size_class]++;
@@ -586,10 +586,9 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
 /* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
  * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
  * *bytes: the least that it takes. */
-static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
-    kv->store_failed = 0;
     kv->resort = 0;
     *bytes = tkvi_bytes_now(kv);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
@@ -598,13 +597,18 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((cfg->spill.store || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
     if (!cfg->evict.kind) return 0;
     if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
     if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
     for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
+}
+
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+    kv->store_failed = 0;
+    return tkvi_still_fits(kv, budget, bytes);
 }
 
 /* >>work */
@@ -731,9 +735,15 @@ static int tkvi_evict_next(tkv_cache *kv, int *list) {
     return went;
 }
 
+/* Before the first token goes: a store that failed is counted on no more. */
+static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
+    size_t bytes;
+    return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
+}
+
 /* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
-    int list = 0;
+    int list = 0, evicts = 0;
     for (;;) {
         const tkvi_outlook now = tkvi_now(kv);
         size_t index;
@@ -742,10 +752,14 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (kv->resort & TKVI_FIRST && tkvi_evict_next(kv, &list)) continue;
+        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+            tkvi_evict_next(kv, &list))
+            continue;
         if (tkvi_tighten_one(kv, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_next(kv, &list)) return 0;
+        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
+        else if (!tkvi_evict_next(kv, &list)) return 0;
     }
 }
 

@@ -282,7 +282,7 @@ static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tk
     if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
     if (!s || !s->rule || i < list->sinks) return 0;
     return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
-           (kv->tables.cfg.spill.store && tkvi_may_spill(kv, seq, layer, i, s->rule));
+           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
 }
 
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */

@@ -108,6 +108,9 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     b->copy_mark = kv->pool.marks;
 }
 
+/* Is there a place outside, as far as is known? */
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+
 /* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
 static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);

@@ -262,9 +262,77 @@ TEST(the_index_is_not_the_end) {
     CHECK(most < LONGEST / 2);
 }
 
+/* An append that a store fails has changed nothing, either: it is asked before tokens go, unless all of them had to go
+ * first to make room at all. An allocator costs tokens only where the index grows into what they left. */
+typedef struct bad_store {
+    cellar c;
+    int fails; /* the n-th call from now on, and all after it; 0: none */
+} bad_store;
+
+static int bad_store_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    bad_store *b = (bad_store *)user;
+    if (b->fails == 1) return 1;
+    b->fails -= b->fails > 0;
+    return cellar_store(&b->c, key, offset, bytes, size);
+}
+
+static int bad_store_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    return cellar_fetch(&((bad_store *)user)->c, key, offset, bytes, size);
+}
+
+TEST(failures_cost_nothing) {
+    int step, kind, spill, refused = 0, no_memory = 0, lost[2] = {0, 0};
+    for (step = 0; step < 40; step++)
+        for (kind = 0; kind < 2; kind++)
+            for (spill = 0; spill < 2; spill++) {
+                run_of r;
+                tkv_config cfg;
+                tkv_cache *kv;
+                bad_store b;
+                purse p;
+                char reason[200];
+                int i, layer;
+                memset(&r, 0, sizeof r);
+                memset(&b, 0, sizeof b);
+                r.kind = kind ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
+                cfg = small(&r);
+                cfg.allocator = purse_of(&p);
+                cfg.budget_bytes = (size_t)(100 * 1000 + step * 2331);
+                b.c = cellar_of(&cfg);
+                cfg.spill.store = spill ? bad_store_store : NULL;
+                cfg.spill.fetch = spill ? bad_store_fetch : NULL;
+                cfg.spill.user = &b;
+                kv = make(&cfg);
+                rng = tkv_rng_seed((uint64_t)step);
+                for (i = 0; i < 150; i++)
+                    for (layer = 0; layer < LAYERS; layer++) {
+                        const int n = 1 + tkv_rng_below(&rng, i % 3 ? 8 : CHUNK);
+                        const uint64_t there = who_is_there(kv);
+                        tkv_status st;
+                        p.closed = tkv_rng_below(&rng, 2) ? 0 : 1 + tkv_rng_below(&rng, 2);
+                        b.fails = tkv_rng_below(&rng, 3) ? 0 : 1 + tkv_rng_below(&rng, 3);
+                        st = append(kv, tkv_rng_below(&rng, 6) == 0, layer, n);
+                        CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
+                        refused += st == TKV_ERR_BUDGET;
+                        no_memory += st == TKV_ERR_NOMEM;
+                        if (st) lost[st == TKV_ERR_NOMEM] += who_is_there(kv) != there;
+                    }
+                CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
+                CHECK_LE(p.most, cfg.budget_bytes);
+                tkv_destroy(kv);
+                cellar_end(&b.c);
+            }
+    printf("\n    %d refused, %d cost tokens; %d without memory, %d cost tokens", refused, lost[0], no_memory,
+           lost[1]);
+    CHECK(refused > 0 && no_memory > 0);
+    CHECK_LE(lost[0] * 100, refused);
+    CHECK_LE(lost[1] * 50, no_memory);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(refused_is_refused);
     RUN(the_index_is_not_the_end);
+    RUN(failures_cost_nothing);
     return tkv_test_end();
 }
