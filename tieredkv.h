@@ -14449,6 +14449,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
 
 
 #define TKVI_NIL 0xffffffffu
+#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
@@ -14461,15 +14462,16 @@ typedef struct tkvi_page {
 
 typedef struct tkvi_block {
     uint32_t refs;         /* lists that hold it; 0: this entry is free */
-    uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
-    uint16_t slot, coding; /* slot, outside: the mark of what was stored; 0: nobody has it (absent.h) */
+    uint32_t page;         /* or the next free entry; TKVI_NIL: nobody has it (absent.h); */
+    uint16_t slot, coding; /* TKVI_OUTSIDE: page and slot have the mark of what was stored (spill.h) */
     int start;             /* it covers positions from here to the next block's start */
     uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
     int16_t
         packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
     uint16_t
         via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
-    uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
+    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
+    uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped. */
@@ -14496,7 +14498,7 @@ typedef struct tkvi_pool {
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
     uint32_t n_absent;                        /* ... and of these, those that nobody has */
-    uint16_t marks;                           /* what was stored last (spill.h) */
+    uint64_t marks;                           /* what was stored last (spill.h): 47 bits */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
     int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
@@ -14770,14 +14772,14 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>outside: what the caller's store has of a block, under key 2 * number + this */
 typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
 
-static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
 /* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return tkvi_spilled(b) && b->slot == 0; }
+static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
-static uint16_t tkvi_next_mark(tkvi_pool *pool) {
-    if (++pool->marks == 0) pool->marks = 1;
-    return pool->marks;
+/* The mark of what was stored of it. */
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
 
 static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
@@ -16673,8 +16675,9 @@ static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *
  *
  * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
  * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
- * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
- * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
+ * the key, the head, the start and the coding of the block, and of a mark: bytes that are damaged, misplaced or of an
+ * earlier block of that number are found out. Marks of blocks are 47 bits and never come again; those of copies count
+ * the copies of a block's number, so one comes again when a store has lost the 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
  *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
@@ -16704,9 +16707,9 @@ typedef struct tkvi_room {
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
 
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
-                                uint16_t mark, int head, int part) {
+                                uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
-    uint8_t text[20];
+    uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
     p.from = r->at + (part ? r->v_at : 0);
@@ -16716,7 +16719,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
     tkvi_store32(text + 12, (uint32_t)coding);
-    tkvi_store32(text + 16, mark);
+    tkvi_store32(text + 16, (uint32_t)mark);
+    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
     p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
     return p;
 }
@@ -16747,7 +16751,7 @@ static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *
 
 /* >>out */
 /* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
-static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint16_t mark) {
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
@@ -16772,9 +16776,8 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
-    if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
-    b->copy = (uint16_t)(b->coding + 1);
-    b->copy_mark = kv->pool.marks;
+    b->copy_mark++;
+    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
 /* Is there a place outside, as far as is known? */
@@ -16817,14 +16820,14 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    if (!tkvi_store_block(kv, id, TKVI_ITSELF, tkvi_next_mark(&kv->pool))) {
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
         kv->store_failed = 1;
         return 0;
     }
     page = b->page;
     slot = b->slot;
-    b->page = TKVI_NIL;
-    b->slot = kv->pool.marks;
+    b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
+    b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_spilled++;
     kv->spilled++;
     tkvi_give_slot(&kv->pool, page, slot);
@@ -16840,8 +16843,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p =
-        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
+    const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
     uint8_t hash[TKVI_SPILL_HASH];
     if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
@@ -16960,7 +16962,6 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really) {
             freed += kv->tables.coding[b->coding].bytes.total;
             if (!really) continue;
             b->page = TKVI_NIL;
-            b->slot = 0;
             kv->pool.n_spilled++;
             kv->pool.n_absent++;
             kv->vacated++;
@@ -19716,7 +19717,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->via = 0;
-    if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));

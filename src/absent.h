@@ -80,7 +80,6 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really) {
             freed += kv->tables.coding[b->coding].bytes.total;
             if (!really) continue;
             b->page = TKVI_NIL;
-            b->slot = 0;
             kv->pool.n_spilled++;
             kv->pool.n_absent++;
             kv->vacated++;

@@ -119,7 +119,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->via = 0;
-    if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));

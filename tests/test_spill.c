@@ -678,6 +678,36 @@ TEST(stale_records) {
     empty(&d);
 }
 
+static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
+    int n;
+    d->lazy = lazy;
+    for (n = 0; n < 7; n++) {
+        fresh(CHUNK);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, CHUNK), TKV_OK);
+    }
+}
+
+TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
+    tkv_config cfg = small();
+    depot d = depot_for(&cfg);
+    tkv_cache *kv;
+    int n;
+    cfg.spill.user = &d;
+    cfg.spill.keep_exact = 1;
+    kv = make(&cfg);
+    fill_layer(kv, &d, 0);
+    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK(n > 3);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the same numbers come again */
+    kv->pool.marks = 1 << 16;
+    fill_layer(kv, &d, 1);
+    CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* a copy */
+    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
+    tkv_destroy(kv);
+    empty(&d);
+}
+
 /* >>keys die once */
 TEST(keys_are_dropped) {
     tkv_config cfg = small();
@@ -1176,6 +1206,7 @@ int main(int argc, char **argv) {
     RUN(fetch_fails);
     RUN(bytes_are_checked);
     RUN(stale_records);
+    RUN(stale_records_of_long_ago);
     RUN(keys_are_dropped);
     RUN(promotion_restores);
     RUN(promotion_under_a_budget);
