@@ -491,6 +491,7 @@ typedef enum tkv_event_kind {
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
+    TKV_EVENT_SPILL,  /* a block of a layer went outside RAM, positions `from` to `to` - 1, `bytes` of RAM */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
@@ -606,7 +607,8 @@ TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back 
  * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
  * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
  * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
- * max_tokens, or if it is more than this machine can address. */
+ * max_tokens, or if it is more than this machine can address; TKV_ERR_BUDGET if cfg.budget_bytes has no
+ * room for the index of max_tokens and for pages. */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
@@ -14480,6 +14482,7 @@ typedef struct tkvi_notes {
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
     int step;           /* when that was last added to */
 } tkvi_notes;
 
@@ -15338,6 +15341,22 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     e.positions = positions;
     e.n = n;
     e.text = "tokens were dropped";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
@@ -16831,6 +16850,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     kv->pool.n_spilled++;
     kv->spilled++;
     tkvi_give_slot(&kv->pool, page, slot);
+    tkvi_tell_spilled(kv, seq, layer, i);
     return 1;
 }
 
@@ -16979,7 +16999,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 /* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
  * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start, end, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end)) continue;
@@ -17702,22 +17722,36 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c, int press) {
+/* The tokens at these places of a view shall go. */
+static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, at = 0, gone = 0;
+    int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
     }
-    for (i = 0; i < c->n; i++)
-        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
+}
+
+/* They go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int *position = tkvi_choice_of(kv).position;
+    int i, t, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+        kv->pool.block[ids[i]].gone |= *chosen;
+        *chosen = 0;
+    }
     kv->evicted += (uint64_t)gone;
     tkvi_close_ranks(kv, seq, layer, press);
-    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
+    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
 }
 
 /* Who goes so that at most `keep` tokens of a layer stay. */
@@ -17746,7 +17780,8 @@ static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const
                               int press) {
     tkvi_choice c;
     tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
-    tkvi_let_go(kv, seq, layer, &c, press);
+    tkvi_note_victims(kv, seq, layer, &c);
+    tkvi_let_go(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -17765,6 +17800,12 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
+/* Tokens of a block that stay in any case: pins of those that are gone hold nothing. */
+static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    return (notes->pinned & tkvi_there_in(kv, list, ids, i)) | notes->anchored;
+}
+
 /* Tokens of a list that stay in any case. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -17777,7 +17818,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -17809,7 +17850,7 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
             tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
             key = -1;
         } else {
-            held += (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored) != 0;
+            held += tkvi_held_in(kv, list, ids, i) != 0;
         }
     }
     if (shared || (tkvi_binds(kv) && !in_order)) return go;
@@ -19519,13 +19560,17 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
                              &c);
-            if (!st && pass) tkvi_let_go(kv, p->seq, layer, &c, 0);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
     tkvi_settle(kv, p->seq);
@@ -19546,7 +19591,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_let_go(kv, seq, l, &c, 0);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -24015,10 +24061,10 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #ifndef TKV_NO_REPORTS
 
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI_QUALITY, TKVI_SECTIONS };
 
-static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "budget",
-                                                              "quality"};
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
+                                                              "budget", "keeping", "quality"};
 
 /* All that is told, taken once: readers may add to the meter while it is printed. */
 typedef struct tkvi_figures {
@@ -24029,6 +24075,7 @@ typedef struct tkvi_figures {
     tkv_quality_info quality;
     tkv_budget_info budget;
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
+    uint64_t missing;                            /* tokens that a model must compute again */
 } tkvi_figures;
 
 static void tkvi_figure_size(tkvi_out *o, const void *at) {
@@ -24106,6 +24153,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "tier=\"archive\"", NULL),
     TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
                 "Tokens outside RAM; they count in their tier as well."),
+    TKVI_FIGURE(TKVI_TOKENS, "missing", tkvi_figure_count, missing, "tkv_tokens_missing", NULL,
+                "Tokens that a model must compute again; they are in no tier."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
@@ -24133,6 +24182,18 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "Blocks that the present level would still recode."),
     TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
                 "Calls that the budget had no room for."),
+    TKVI_FIGURE(TKVI_KEEPING, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
+                "Tokens of layers that were dropped for good."),
+    TKVI_FIGURE(TKVI_KEEPING, "spilled", tkvi_figure_count, budget.spilled, "tkv_blocks_spilled_total", NULL,
+                "Blocks that went outside RAM."),
+    TKVI_FIGURE(TKVI_KEEPING, "unstored", tkvi_figure_count, budget.unstored, "tkv_blocks_unstored_total",
+                NULL, "Blocks and exact copies that the store failed for."),
+    TKVI_FIGURE(TKVI_KEEPING, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
+                NULL, "Blocks that were brought back into RAM or to a better format."),
+    TKVI_FIGURE(TKVI_KEEPING, "dropped", tkvi_figure_count, budget.dropped, "tkv_blocks_dropped_total", NULL,
+                "Blocks that were dropped because a model can compute them again."),
+    TKVI_FIGURE(TKVI_KEEPING, "recomputed", tkvi_figure_count, budget.recomputed,
+                "tkv_blocks_recomputed_total", NULL, "Blocks that came back by that."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -24160,6 +24221,21 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
     return most;
 }
 
+/* Tokens of blocks that nobody has; a block that sequences share counts once. */
+static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i;
+    for (seq = 0; kv->pool.n_absent && seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < list->n; i++)
+                if (tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                    n += (uint64_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        }
+    return n;
+}
+
 static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     int seq;
     tkv_status st;
@@ -24171,7 +24247,10 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_quality(kv, &f->quality);
     if (!st) st = tkv_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
+    f->has[TKVI_KEEPING] =
+        kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat || kv->vacated;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
+    f->missing = tkvi_missing_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
         const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);

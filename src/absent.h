@@ -97,7 +97,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 /* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
  * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start, end, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end)) continue;

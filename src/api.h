@@ -400,6 +400,7 @@ typedef enum tkv_event_kind {
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
+    TKV_EVENT_SPILL,  /* a block of a layer went outside RAM, positions `from` to `to` - 1, `bytes` of RAM */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
@@ -515,7 +516,8 @@ TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back 
  * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
  * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
  * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
- * max_tokens, or if it is more than this machine can address. */
+ * max_tokens, or if it is more than this machine can address; TKV_ERR_BUDGET if cfg.budget_bytes has no
+ * room for the index of max_tokens and for pages. */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 

@@ -308,6 +308,22 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
 /* >>statistics: a piece that is there while a layer listens */
 static size_t tkvi_asked_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *

@@ -346,22 +346,36 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c, int press) {
+/* The tokens at these places of a view shall go. */
+static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, at = 0, gone = 0;
+    int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
     }
-    for (i = 0; i < c->n; i++)
-        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
+}
+
+/* They go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int *position = tkvi_choice_of(kv).position;
+    int i, t, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+        kv->pool.block[ids[i]].gone |= *chosen;
+        *chosen = 0;
+    }
     kv->evicted += (uint64_t)gone;
     tkvi_close_ranks(kv, seq, layer, press);
-    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
+    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
 }
 
 /* Who goes so that at most `keep` tokens of a layer stay. */
@@ -390,7 +404,8 @@ static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const
                               int press) {
     tkvi_choice c;
     tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
-    tkvi_let_go(kv, seq, layer, &c, press);
+    tkvi_note_victims(kv, seq, layer, &c);
+    tkvi_let_go(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -409,6 +424,12 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
+/* Tokens of a block that stay in any case: pins of those that are gone hold nothing. */
+static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    return (notes->pinned & tkvi_there_in(kv, list, ids, i)) | notes->anchored;
+}
+
 /* Tokens of a list that stay in any case. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -421,7 +442,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -453,7 +474,7 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
             tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
             key = -1;
         } else {
-            held += (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored) != 0;
+            held += tkvi_held_in(kv, list, ids, i) != 0;
         }
     }
     if (shared || (tkvi_binds(kv) && !in_order)) return go;

@@ -36,13 +36,17 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
                              &c);
-            if (!st && pass) tkvi_let_go(kv, p->seq, layer, &c, 0);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
     tkvi_settle(kv, p->seq);
@@ -63,7 +67,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_let_go(kv, seq, l, &c, 0);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);

@@ -47,6 +47,7 @@ typedef struct tkvi_notes {
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
     int step;           /* when that was last added to */
 } tkvi_notes;
 

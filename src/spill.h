@@ -160,6 +160,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     kv->pool.n_spilled++;
     kv->spilled++;
     tkvi_give_slot(&kv->pool, page, slot);
+    tkvi_tell_spilled(kv, seq, layer, i);
     return 1;
 }
 

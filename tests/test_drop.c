@@ -376,6 +376,52 @@ TEST(a_scorer_of_the_users) {
     end_of(&t);
 }
 
+static float counts_calls(void *user, const tkv_evict_view *v, int i) {
+    ++*(int *)user;
+    return (float)(v->position[i] % 7);
+}
+
+TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    twins t;
+    int calls = 0, i;
+    cfg.evict.kind = TKV_EVICT_USER;
+    cfg.evict.scorer = counts_calls;
+    cfg.evict.user = &calls;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.keep = 150;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    CHECK_EQ(calls, 200);
+    p.layer = TKV_NONE;
+    p.keep = 100;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    CHECK_EQ(calls, 200 + 150 + (LAYERS - 1) * 200);
+    for (i = 0; i < LAYERS; i++) CHECK_EQ(count_of(t.kv, 0, i), 100);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(pins_of_what_is_gone_hold_nothing) {
+    tkv_config cfg = small();
+    tkvi_spared spared;
+    twins t;
+    int before;
+    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.budget_bytes = 500000;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    drop_some(&t, 0, 1, 50);
+    memset(&spared, 0, sizeof spared);
+    before = tkvi_stay_of(t.kv, 0, 1, &spared);
+    CHECK_EQ(tkv_pin(t.kv, 0, 0, 500, 1), TKV_OK);
+    CHECK_EQ(tkvi_stay_of(t.kv, 0, 1, &spared), before + count_of(t.kv, 0, 1));
+    end_of(&t);
+}
+
 TEST(pyramids) { /* budgets of layers fall, and hold together */
     tkv_config cfg = small();
     tkv_evict_params p;
@@ -920,6 +966,8 @@ int main(int argc, char **argv) {
     RUN(scores_pins_priorities);
     RUN(scores_of_the_cache_are_importance);
     RUN(a_scorer_of_the_users);
+    RUN(scorers_are_asked_once);
+    RUN(pins_of_what_is_gone_hold_nothing);
     RUN(pyramids);
     RUN(exact_holes);
     RUN(coded_holes);

@@ -463,7 +463,7 @@ TEST(dropped_when_nothing_else_helps) {
     tkv_cache *kv;
     depot d;
     int n, gone, outside;
-    cfg.budget_bytes = 400 * 1000;
+    cfg.budget_bytes = 420 * 1000;
     cfg.evict.kind = TKV_EVICT_SLIDING;
     cfg.hot_tokens = 256;
     d = depot_for(&cfg);
@@ -519,6 +519,63 @@ TEST(steps) {
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, tkv_seq_len(kv, 0) > 0, out_a), TKV_OK);
     }
     CHECK(alive_in(&d) > 0);
+    tkv_destroy(kv);
+    empty(&d);
+}
+
+typedef struct logbook {
+    int spills, wrong, next[LAYERS];
+    size_t bytes;
+} logbook;
+
+static void hears(void *user, const tkv_event *e) {
+    logbook *b = (logbook *)user;
+    if (e->kind != TKV_EVENT_SPILL) return;
+    b->spills++;
+    b->bytes += e->bytes;
+    if (e->seq != 1 || e->from != b->next[e->layer] || e->to != e->from + BLOCK || !e->text) b->wrong++;
+    b->next[e->layer] = e->to;
+}
+
+static int says(const tkv_cache *kv, const char *name, int n) { /* Prometheus' text has this line */
+    static char text[16384];
+    char line[100];
+    CHECK_EQ(tkv_format_prometheus(kv, NULL, text, sizeof text, NULL), TKV_OK);
+    snprintf(line, sizeof line, "\n%s %d\n", name, n);
+    return strstr(text, line) != NULL;
+}
+
+TEST(it_is_told) { /* an event for each block, and figures */
+    tkv_config cfg = small();
+    tkv_cache *kv;
+    logbook b;
+    tkv_memory_info m;
+    depot d;
+    int n, all;
+    memset(&b, 0, sizeof b);
+    for (n = 0; n < LAYERS; n++) b.next[n] = 4; /* behind the sinks */
+    cfg.on_event = hears;
+    cfg.event_user = &b;
+    d = depot_for(&cfg);
+    cfg.spill.user = &d;
+    kv = make(&cfg);
+    for (n = 0; n < 9; n++) CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK(says(kv, "tkv_blocks_spilled_total", 0));
+    all = spill_all(kv, 1);
+    CHECK(all > 10);
+    CHECK_EQ(b.spills, all);
+    CHECK_EQ(b.wrong, 0);
+    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_LE(m.spilled.codes + m.spilled.metadata, b.bytes);
+    CHECK(says(kv, "tkv_blocks_spilled_total", all));
+    CHECK(says(kv, "tkv_tokens_spilled", all * BLOCK));
+    CHECK(says(kv, "tkv_tokens_missing", 0));
+    CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK_EQ(tkv_remat_drop(kv, 1, LONGEST, &n), TKV_OK);
+    CHECK(n > 0);
+    CHECK(says(kv, "tkv_tokens_missing", n * LAYERS));
+    CHECK(says(kv, "tkv_blocks_dropped_total", n * LAYERS / BLOCK));
     tkv_destroy(kv);
     empty(&d);
 }
@@ -1216,5 +1273,6 @@ int main(int argc, char **argv) {
     RUN(a_file);
     RUN(random_calls);
     RUN(config_says_what_is_wrong);
+    RUN(it_is_told);
     return tkv_test_end();
 }
