@@ -739,7 +739,11 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
  * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
  * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
- * next). TKV_ERR_CONFIG if it is more than this machine can address. */
+ * next). With cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last
+ * one with as few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat);
+ * as many tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and
+ * the cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
+ * this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
 /* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
@@ -856,7 +860,10 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
  * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
+/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level and with
+ * what the config has beyond it: cfg.max_tokens where cfg.evict makes room for ever (that is, where what eviction
+ * leaves in any case fits); with cfg.spill as far as the index goes; with cfg.remat each in turn, while the others
+ * wait. It may be more by a tenth (with cfg.spill by a half: the index grows in steps), never less. Allocates
  * nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
@@ -873,8 +880,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
  * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
  * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
- * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context
- * know nothing of it. */
+ * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1324,7 +1330,7 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
  * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
  * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
- * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
+ * batch, or each in a step of its own. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */

@@ -262,6 +262,54 @@ TEST(the_index_is_not_the_end) {
     CHECK(most < LONGEST / 2);
 }
 
+/* What tkv_max_context promises is kept, and not much more is to be had where it is a limit. */
+TEST(contexts_are_true) {
+    int mode, step, equal = 0, limits = 0, endless = 0;
+    for (mode = 0; mode < 8; mode++) /* bits: spill, evict, remat */
+        for (step = 0; step < 24; step++) {
+            run_of r;
+            tkv_config cfg;
+            tkv_cache *kv;
+            tkv_memory_info m;
+            cellar c;
+            tkv_status st = TKV_OK;
+            int context = -1, seqs, seq, n = 0, layer;
+            memset(&r, 0, sizeof r);
+            r.spill = mode & 1;
+            r.kind = !(mode & 2) ? TKV_EVICT_NONE : step % 2 ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
+            r.remat = mode >> 2 & 1;
+            cfg = small(&r);
+            cfg.budget_bytes = (size_t)(70 * 1000 + step * 3001);
+            seqs = r.remat ? 2 : 1;
+            cfg.max_seqs = seqs;
+            c = cellar_of(&cfg);
+            if (r.spill) cfg.spill.store = cellar_store, cfg.spill.fetch = cellar_fetch, cfg.spill.user = &c;
+            CHECK_EQ(tkv_max_context(&cfg, seqs, &context), TKV_OK);
+            kv = make(&cfg);
+            rng = tkv_rng_seed(5);
+            for (seq = 0; seq + 1 < seqs; seq++) /* these wait at the end */
+                for (n = 0; n < context && n < 5000 && !st; n++)
+                    for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, seq, layer, 1);
+            CHECK_EQ(st, TKV_OK);
+            for (n = 0; n < 5000 && !st; n += !st)
+                for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, seq, layer, 1);
+            CHECK_MSG(n >= tkvi_min(context, 5000), "mode %d, %lu bytes: %d tokens, not %d", mode,
+                      (unsigned long)cfg.budget_bytes, n, context);
+            CHECK_EQ(tkv_estimate(&cfg, context, seqs, &m), TKV_OK);
+            CHECK_LE(m.total, cfg.budget_bytes);
+            if (st && mode < 2) {
+                limits++;
+                equal += n == context;
+                CHECK_LE(n, context + context + 3 * BLOCK);
+            }
+            endless += context == LONGEST;
+            tkv_destroy(kv);
+            cellar_end(&c);
+        }
+    printf("\n    %d limits, %d to the token, %d none", limits, equal, endless);
+    CHECK(equal > 3 && endless > 3);
+}
+
 /* An append that a store fails has changed nothing, either: it is asked before tokens go, unless all of them had to go
  * first to make room at all. An allocator costs tokens only where the index grows into what they left. */
 typedef struct bad_store {
@@ -333,6 +381,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(refused_is_refused);
     RUN(the_index_is_not_the_end);
+    RUN(contexts_are_true);
     RUN(failures_cost_nothing);
     return tkv_test_end();
 }
