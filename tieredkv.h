@@ -451,14 +451,19 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
-    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
-    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_NONE = 0,  /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,   /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,       /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,    /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,      /* "tova": least weight from the last query (2401.06104) */
+    /* "knorm": longest keys (2406.11430). Norms are kept from when the keys came, but where cfg.importance_every or
+     * cfg.n_anchors has the place: then keys are decoded for each batch */
+    TKV_EVICT_KNORM,
+    /* "keydiff": keys most like the mean of all keys' directions (2504.15364). Each batch decodes all keys twice, as
+     * the mean moves: with 65,536 tokens of one KV head of 128, batches of 64 and TKV_NO_SIMD 1.3 ms an append, where
+     * "knorm" takes .1 */
+    TKV_EVICT_KEYDIFF,
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
@@ -1324,7 +1329,7 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
  * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
- * only if all resorts together do not make room for it ("knorm", "keydiff" and "user" may be refused a block or so
+ * only if all resorts together do not make room for it ("keydiff" and "user" may be refused a block or so
  * before: who goes depends on what is compressed until then). TKV_ERR_NOMEM may come when tokens have gone: index
  * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
  * heads as one.
@@ -14485,7 +14490,7 @@ typedef struct tkvi_block {
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
     uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
@@ -16608,6 +16613,13 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     }
 }
 
+/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
+ * are not decoded for each batch, and are those of the keys that came. */
+static int tkvi_keeps_norms(const tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return cfg->evict.kind == TKV_EVICT_KNORM && cfg->importance_every <= 0 && cfg->n_anchors == 0;
+}
+
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
     int t;
@@ -17686,12 +17698,15 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
+            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+                c->value[c->n] = tkvi_from_bits(notes->mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
             if (b->refs > 1 || stays || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
@@ -18259,8 +18274,8 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule 
 /* Is it known who goes, whatever becomes of the blocks until then? */
 static int tkvi_has_floor(const tkv_cache *kv) {
     const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    return kind && kind != TKV_EVICT_USER &&
-           !(tkv_evict_needs(kind) & (TKV_EVICT_NEEDS_NORMS | TKV_EVICT_NEEDS_KEYS));
+    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
+           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
 /* Tokens of a list that stay by TKVI_FLOOR. */
@@ -19030,6 +19045,19 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19044,7 +19072,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] = 0;
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];

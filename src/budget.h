@@ -367,8 +367,8 @@ static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule 
 /* Is it known who goes, whatever becomes of the blocks until then? */
 static int tkvi_has_floor(const tkv_cache *kv) {
     const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    return kind && kind != TKV_EVICT_USER &&
-           !(tkv_evict_needs(kind) & (TKV_EVICT_NEEDS_NORMS | TKV_EVICT_NEEDS_KEYS));
+    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
+           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
 /* Tokens of a list that stay by TKVI_FLOOR. */

@@ -304,12 +304,15 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
+            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+                c->value[c->n] = tkvi_from_bits(notes->mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
             if (b->refs > 1 || stays || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))

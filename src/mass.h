@@ -135,6 +135,13 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     }
 }
 
+/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
+ * are not decoded for each batch, and are those of the keys that came. */
+static int tkvi_keeps_norms(const tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return cfg->evict.kind == TKV_EVICT_KNORM && cfg->importance_every <= 0 && cfg->n_anchors == 0;
+}
+
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
     int t;

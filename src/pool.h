@@ -44,7 +44,7 @@ typedef struct tkvi_block {
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
     uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */

@@ -207,6 +207,19 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -221,7 +234,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] = 0;
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];

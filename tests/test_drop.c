@@ -272,6 +272,35 @@ TEST(rules_of_keys) {
     leaves_what_the_rule_says(TKV_EVICT_FIFO, 1);
 }
 
+TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by now */
+    static const tkv_pair tight = {TKV_KIVI2, TKV_KIVI2};
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    tkv_evict_view v;
+    uint64_t victims[WORDS];
+    float norms[600], scores[600];
+    twins t;
+    int i;
+    cfg.evict.kind = TKV_EVICT_KNORM;
+    cfg.warm = cfg.archive = tight;
+    t = twins_of(&cfg);
+    for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 600, k_out, v_out), TKV_OK);
+    CHECK_EQ(tkv_evict_key_norms(k_out, 600, KV_HEADS, DIM, norms), TKV_OK);
+    memset(&v, 0, sizeof v);
+    v.n = 600;
+    v.norms = norms;
+    CHECK_EQ(tkv_evict_score(&cfg.evict, &v, scores), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg.evict, &v, scores, 200, victims, NULL), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = 1;
+    p.keep = 200;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    for (i = 0; i < 600; i++) CHECK_EQ(is_there(t.kv, 0, 1, i), !tkvi_has(victims, i));
+    sound(t.kv);
+    end_of(&t);
+}
+
 TEST(scores_pins_priorities) {
     tkv_config cfg = small();
     tkv_evict_params p;
@@ -963,6 +992,7 @@ int main(int argc, char **argv) {
     RUN(sinks_outlast_long_chunks);
     RUN(batches);
     RUN(rules_of_keys);
+    RUN(norms_are_those_of_the_keys_that_came);
     RUN(scores_pins_priorities);
     RUN(scores_of_the_cache_are_importance);
     RUN(a_scorer_of_the_users);

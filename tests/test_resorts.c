@@ -194,7 +194,8 @@ static void go(const run_of *r, uint64_t seed, int appends, tally *sum) {
 
 TEST(refused_is_refused) {
     static const tkv_evict_kind kinds[] = {TKV_EVICT_NONE,   TKV_EVICT_SLIDING, TKV_EVICT_H2O,
-                                           TKV_EVICT_RANDOM, TKV_EVICT_FIFO,    TKV_EVICT_SNAPKV};
+                                           TKV_EVICT_RANDOM, TKV_EVICT_FIFO,    TKV_EVICT_SNAPKV,
+                                           TKV_EVICT_KNORM};
     const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
     const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
     const int appends = text ? atoi(text) : tkv_test_quick() ? 100 : 400;
