@@ -391,7 +391,8 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
 /* A block on paper. */
 typedef struct tkvi_paper_block {
     uint64_t anchored;
-    int start, tokens, coding, tier;
+    int start, tokens, coding;
+    tkv_tier tier;
     int stays; /* others hold it, too */
     int away;  /* it has no slot */
 } tkvi_paper_block;
