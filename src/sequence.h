@@ -234,6 +234,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
             kv->pool.notes[id].mass[at] =
                 tkvi_keeps_norms(kv)
                     ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))

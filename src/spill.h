@@ -159,6 +159,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_spilled++;
     kv->spilled++;
+    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_tell_spilled(kv, seq, layer, i);
     return 1;
