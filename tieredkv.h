@@ -15510,7 +15510,8 @@ struct tkv_cache {
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
-    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
     tkvi_order order; /* valid during the call */
     int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
     int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
@@ -15789,7 +15790,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -15860,7 +15861,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
@@ -18084,13 +18085,12 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a block that stay in any case: pins of those that are gone hold nothing. */
+/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return (tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i)) |
-           kv->pool.notes[ids[i]].anchored;
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
 }
 
-/* Tokens of a list that stay in any case. */
+/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18099,48 +18099,12 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
-}
-
-/* Blocks of a list that eviction gives back for sure, whoever goes: of those in RAM, and outside. What is left: two
- * that did not fit into one are more than half full, but for the last of each stretch of a tier and format; where
- * tokens cannot move, blocks are not merged at all. Outside each may have one token left. */
-typedef struct tkvi_going {
-    int here, outside;
-} tkvi_going;
-
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
-    int i, stay, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
-    tkvi_going go = {0, 0};
-    if (kv->seq[seq].in_step || list->n == 0) return go;
-    stay = tkvi_stay_of(kv, seq, layer, spared);
-    for (i = list->sinks; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        stretches += kv->tables.coding[b->coding].key != key ||
-                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
-        key = kv->tables.coding[b->coding].key;
-        shared |= b->refs > 1;
-        if (tkvi_is_away(kv, seq, layer, i, spared)) {
-            out++;
-            tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
-            key = -1;
-        } else {
-            held += tkvi_held_in(kv, list, ids, i) != 0;
-        }
-    }
-    if (shared || (tkvi_binds(kv) && !in_order)) return go;
-    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
-    else stay -= tokens_out;
-    i = in_order ? held + stay / TKVI_BLOCK + 3 : stretches + 2 * stay / TKVI_BLOCK; /* these may be left */
-    go.here = tkvi_max(0, list->n - list->sinks - out - i);
-    return go;
 }
 
 /* A batch of tokens goes from the list that has most to give. 0: none has. */
@@ -18296,6 +18260,7 @@ typedef struct tkvi_outlook {
     int64_t *slots;  /* of each class */
     int64_t outside; /* blocks */
     int on_paper;    /* lists are as long as `left` says */
+    int64_t more;    /* pages beyond that, as it is not known which slots they are */
 } tkvi_outlook;
 
 /* As it is, and what is asked for. */
@@ -18305,6 +18270,7 @@ static tkvi_outlook tkvi_now(tkv_cache *kv) {
     o.slots = kv->need + kv->tables.n_classes;
     o.outside = kv->pool.n_spilled;
     o.on_paper = 0;
+    o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
         o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
     return o;
@@ -18312,7 +18278,7 @@ static tkvi_outlook tkvi_now(tkv_cache *kv) {
 
 /* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
 static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
-    int64_t pages = kv->pool.spare, blocks = o->outside;
+    int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
     size_t bytes, more;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
@@ -18680,6 +18646,79 @@ static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int res
     }
 }
 
+/* What eviction takes from a list for sure, by batches, after all else. */
+typedef struct tkvi_going {
+    int oldest;  /* so many tokens in RAM, those first that came first */
+    int here;    /* or so many blocks in RAM, no one knows which */
+    int outside; /* blocks outside: in each there may be one token left */
+} tkvi_going;
+
+/* The tier and the coding of block i when all is as tight as rule r wants it. */
+static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r,
+                               int *coding) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
+    *coding = due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    return due != TKV_HOT ? due : tkvi_tier_at(list, i);
+}
+
+/* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
+ * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are left
+ * is known where the oldest go first, and no anchors are made before. */
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
+                              const tkvi_spared *spared) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
+    int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
+    tkvi_going go = {0, 0, 0};
+    tkv_tier was = TKV_HOT;
+    if (kv->seq[seq].in_step || list->n == 0) return go;
+    stay = tkvi_stay_of(kv, seq, layer, spared);
+    for (i = 0; i < list->n; i++) {
+        const int there = tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        shared |= kv->pool.block[ids[i]].refs > 1;
+        if (i < list->sinks) continue;
+        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+            out++;
+            tokens_out += there;
+            key = -1;
+        } else {
+            int coding;
+            const tkv_tier tier = tkvi_tightened(kv, seq, layer, i, r, &coding);
+            stretches += kv->tables.coding[coding].key != key || tier != was;
+            key = kv->tables.coding[coding].key;
+            was = tier;
+            tokens += there;
+        }
+    }
+    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
+    else stay -= tokens_out;
+    if (in_order) go.oldest = tkvi_max(0, tokens - stay);
+    else go.here = tkvi_max(0, list->n - list->sinks - out - stretches - 2 * stay / TKVI_BLOCK);
+    return go;
+}
+
+/* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
+ * may be others, and then there are other pages that are not full. */
+static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) {
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    while (n > 0) {
+        int c, least = -1;
+        for (c = 0; c < kv->tables.n_classes; c++)
+            if (has[c] > 0 &&
+                (least < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[least].slots))
+                least = c;
+        if (least < 0) return;
+        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= has[c] > 0;
+        o->slots[least] -= tkvi_min((int)has[least], n);
+        n -= (int)has[least];
+        has[least] = 0;
+    }
+}
+
 /* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
 static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
     const tkvi_tables *t = &kv->tables;
@@ -18687,45 +18726,58 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
     const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
-    const int tables = !tkvi_any_step(kv);
-    tkvi_going go = {0, 0};
+    int64_t *has = kv->need + 2 * t->n_classes;
+    tkvi_going go = {0, 0, 0};
+    tkv_evict_config full;
     int i;
-    list->left = list->n;
-    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, &spared);
+    memset(has, 0, (size_t)t->n_classes * sizeof *has);
+    (void)tkvi_evict_fill(&t->cfg.evict, &full);
+    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const int away = tkvi_is_away(kv, seq, layer, i, &spared);
-        int *more = away ? &go.outside : &go.here, coding;
-        tkv_tier due;
+        int gone = 0, coding;
         if (b->refs > 1) continue;
-        if (*more > 0 || away) {
-            const int gone = *more > 0;
+        if (tkvi_is_away(kv, seq, layer, i, &spared)) {
+            gone = go.outside-- > 0;
             if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
             o->outside += !gone - tkvi_spilled(b);
             list->left -= gone;
-            *more -= gone;
             continue;
         }
-        due = tkvi_due(kv, seq, layer, i, r, tables);
-        coding = r->coding[due];
-        if (resort & TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
-                                 : due == TKV_HOT || !tkvi_tighter(kv, b->coding, coding))
-            continue;
+        if (go.oldest > 0) {
+            go.oldest -= tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
+                   tkvi_block_start(kv, ids, i) >= full.sink_tokens;
+        }
+        if (resort & TKVI_LOOSEN) {
+            coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
+        } else {
+            (void)tkvi_tightened(kv, seq, layer, i, r, &coding);
+        }
         o->slots[t->coding[b->coding].size_class]--;
-        o->slots[t->coding[coding].size_class]++;
+        o->slots[t->coding[coding].size_class] += !gone;
+        has[t->coding[coding].size_class]++;
+        list->left -= gone;
     }
+    tkvi_add_going(kv, go.here, has, o);
 }
 
 /* What there would be. */
 static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
     tkvi_outlook o = tkvi_now(kv);
-    int seq, layer;
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int seq, layer, c, n = 0;
     o.on_paper = 1;
+    memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
             if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
                 tkvi_add_floor(kv, seq, layer, level, resort, &o);
             else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+    for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
+    o.more = tkvi_max(0, n - 1);
     return o;
 }
 
@@ -18746,9 +18798,12 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
     const int n = (int)(sizeof ways / sizeof *ways);
     int i, fits = 0;
-    for (i = 0; i < 2 * n && !fits; i++)
+    for (i = 0; i < 2 * n && !fits; i++) {
+        /* anchors that are made before it happens are not known */
+        if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
         fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
                                 share, budget, bytes);
+    }
     return fits;
 }
 

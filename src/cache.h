@@ -100,7 +100,8 @@ struct tkv_cache {
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
-    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
     tkvi_order order; /* valid during the call */
     int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
     int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
@@ -379,7 +380,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -450,7 +451,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;

@@ -434,13 +434,12 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a block that stay in any case: pins of those that are gone hold nothing. */
+/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return (tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i)) |
-           kv->pool.notes[ids[i]].anchored;
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
 }
 
-/* Tokens of a list that stay in any case. */
+/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
 static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -449,48 +448,12 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
-}
-
-/* Blocks of a list that eviction gives back for sure, whoever goes: of those in RAM, and outside. What is left: two
- * that did not fit into one are more than half full, but for the last of each stretch of a tier and format; where
- * tokens cannot move, blocks are not merged at all. Outside each may have one token left. */
-typedef struct tkvi_going {
-    int here, outside;
-} tkvi_going;
-
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
-    int i, stay, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
-    tkvi_going go = {0, 0};
-    if (kv->seq[seq].in_step || list->n == 0) return go;
-    stay = tkvi_stay_of(kv, seq, layer, spared);
-    for (i = list->sinks; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        stretches += kv->tables.coding[b->coding].key != key ||
-                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
-        key = kv->tables.coding[b->coding].key;
-        shared |= b->refs > 1;
-        if (tkvi_is_away(kv, seq, layer, i, spared)) {
-            out++;
-            tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
-            key = -1;
-        } else {
-            held += tkvi_held_in(kv, list, ids, i) != 0;
-        }
-    }
-    if (shared || (tkvi_binds(kv) && !in_order)) return go;
-    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
-    else stay -= tokens_out;
-    i = in_order ? held + stay / TKVI_BLOCK + 3 : stretches + 2 * stay / TKVI_BLOCK; /* these may be left */
-    go.here = tkvi_max(0, list->n - list->sinks - out - i);
-    return go;
 }
 
 /* A batch of tokens goes from the list that has most to give. 0: none has. */

@@ -617,10 +617,10 @@ static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
 
 TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
     tkv_config cfg = small();
-    depot d = depot_for(&cfg);
+    depot d;
     tkv_cache *kv;
     int n;
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     cfg.spill.keep_exact = 1;
     kv = make(&cfg);
     fill_layer(kv, &d, 0);
