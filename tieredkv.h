@@ -17538,7 +17538,8 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
+    /* also where a budget has ended: a level's blocks do not get looser */
+    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);
@@ -19020,6 +19021,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);

@@ -888,6 +888,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);
