@@ -630,7 +630,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * [n][n_kv_heads][v_head_dim], float, keys after RoPE. First older blocks that are due move down a tier
  * (so a new chunk stays exact until the next append), then the tokens are stored in the hot format.
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
- * TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
+ * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
@@ -657,8 +657,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
  * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
  * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
- * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it
- * costs the encoding that is due, the others O(layers). */
+ * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM, or
+ * TKV_ERR_BUDGET; it costs the encoding that is due, the others O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -747,7 +747,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
  * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
- * there is, which serves until 2,048 tokens have come. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * there is, which serves until 2,048 tokens have come. Errors, nothing changed: TKV_ERR_BUDGET (a budget is so full
+ * that there is no page to recode into: nothing makes room for it), TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
@@ -768,17 +769,17 @@ TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a ta
  * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
 TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
 /* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
- * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged, or of
- * another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
+ * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_BUDGET, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged,
+ * or of another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
  * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
  * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
  * cfg.kvquant than NORM. */
 TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
- * layer without a table has none but sinks. TKV_ERR_NOMEM. */
+ * layer without a table has none but sinks. TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
 /* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
- * TKV_ERR_NOMEM. */
+ * TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
 
 /* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
@@ -797,8 +798,8 @@ typedef struct tkv_samples {
  * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
  * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
  * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
- * TKV_ERR_CAPACITY and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and one more
- * for each 4096 / head_dim hundreds of tokens. */
+ * TKV_ERR_CAPACITY, TKV_ERR_BUDGET and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and
+ * one more for each 4096 / head_dim hundreds of tokens. */
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
@@ -928,7 +929,8 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
  * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
- * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * has changed; only where an allocator or a store fails half-way, what made room until then stays.
+ * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
  * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
@@ -968,8 +970,8 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
 /* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level and with
  * what the config has beyond it: cfg.max_tokens where cfg.evict makes room for ever (that is, where what eviction
  * leaves in any case fits); with cfg.spill as far as the index goes; with cfg.remat each in turn, while the others
- * wait. It may be more by a tenth (with cfg.spill by a half: the index grows in steps), never less. Allocates
- * nothing. TKV_ERR_ARG without a budget. */
+ * wait. What fits can be a tenth more (with cfg.spill twice as much: the index grows in steps), never less.
+ * Allocates nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
@@ -1336,8 +1338,9 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
  * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
- * only if all resorts together do not make room for it ("keydiff" and "user" may be refused a block or so
- * before: who goes depends on what is compressed until then). TKV_ERR_NOMEM may come when tokens have gone: index
+ * only if all resorts together do not make room for it ("keydiff", "user", "knorm" with cfg.importance_every, and any
+ * with cfg.n_anchors may be refused some blocks before: who goes depends on what is compressed until then; with
+ * anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come when tokens have gone: index
  * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
  * heads as one.
  *
@@ -1819,6 +1822,7 @@ typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
     size_t limit; /* never more than this; 0: no limit */
+    int at_limit; /* the last request was refused because of it */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
@@ -1848,7 +1852,8 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
-    if (heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held)) return NULL;
+    heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
+    if (heap->at_limit) return NULL;
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;
@@ -16773,6 +16778,7 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
 
 /* What those say who could not get the memory. */
 static tkv_status tkvi_no_table(tkv_cache *kv) {
+    if (kv->heap.at_limit) return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for tables", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
 }
 
@@ -19620,12 +19626,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         }
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
-    if (!ready)
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
+    }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }

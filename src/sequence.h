@@ -462,12 +462,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         }
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
-    if (!ready)
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
+    }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
