@@ -460,14 +460,19 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
-    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
-    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_NONE = 0,  /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,   /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,       /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,    /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,      /* "tova": least weight from the last query (2401.06104) */
+    /* "knorm": longest keys (2406.11430). Norms are kept from when the keys came, but where cfg.importance_every or
+     * cfg.n_anchors has the place: then keys are decoded for each batch */
+    TKV_EVICT_KNORM,
+    /* "keydiff": keys most like the mean of all keys' directions (2504.15364). Each batch decodes all keys twice, as
+     * the mean moves: with 65,536 tokens of one KV head of 128, batches of 64 and TKV_NO_SIMD 1.3 ms an append, where
+     * "knorm" takes .1 */
+    TKV_EVICT_KEYDIFF,
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
@@ -500,6 +505,7 @@ typedef enum tkv_event_kind {
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
+    TKV_EVENT_SPILL,  /* a block of a layer went outside RAM, positions `from` to `to` - 1, `bytes` of RAM */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
@@ -615,7 +621,8 @@ TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back 
  * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
  * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
  * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
- * max_tokens, or if it is more than this machine can address. */
+ * max_tokens, or if it is more than this machine can address; TKV_ERR_BUDGET if cfg.budget_bytes has no
+ * room for the index of max_tokens and for pages. */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
@@ -623,7 +630,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * [n][n_kv_heads][v_head_dim], float, keys after RoPE. First older blocks that are due move down a tier
  * (so a new chunk stays exact until the next append), then the tokens are stored in the hot format.
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
- * TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
+ * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
@@ -650,8 +657,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
  * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
  * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
- * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it
- * costs the encoding that is due, the others O(layers). */
+ * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM, or
+ * TKV_ERR_BUDGET; it costs the encoding that is due, the others O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -740,7 +747,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
  * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
- * there is, which serves until 2,048 tokens have come. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * there is, which serves until 2,048 tokens have come. Errors, nothing changed: TKV_ERR_BUDGET (a budget is so full
+ * that there is no page to recode into: nothing makes room for it), TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
@@ -761,17 +769,17 @@ TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a ta
  * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
 TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
 /* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
- * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged, or of
- * another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
+ * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_BUDGET, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged,
+ * or of another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
  * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
  * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
  * cfg.kvquant than NORM. */
 TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
- * layer without a table has none but sinks. TKV_ERR_NOMEM. */
+ * layer without a table has none but sinks. TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
 /* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
- * TKV_ERR_NOMEM. */
+ * TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
 
 /* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
@@ -790,8 +798,8 @@ typedef struct tkv_samples {
  * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
  * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
  * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
- * TKV_ERR_CAPACITY and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and one more
- * for each 4096 / head_dim hundreds of tokens. */
+ * TKV_ERR_CAPACITY, TKV_ERR_BUDGET and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and
+ * one more for each 4096 / head_dim hundreds of tokens. */
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
@@ -837,7 +845,11 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
  * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
  * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
- * next). TKV_ERR_CONFIG if it is more than this machine can address. */
+ * next). With cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last
+ * one with as few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat);
+ * as many tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and
+ * the cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
+ * this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
 /* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
@@ -917,7 +929,8 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
  * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
- * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * has changed; only where an allocator or a store fails half-way, what made room until then stays.
+ * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
  * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
@@ -954,8 +967,11 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
  * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
- * nothing. TKV_ERR_ARG without a budget. */
+/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level and with
+ * what the config has beyond it: cfg.max_tokens where cfg.evict makes room for ever (that is, where what eviction
+ * leaves in any case fits); with cfg.spill as far as the index goes; with cfg.remat each in turn, while the others
+ * wait. What fits can be a tenth more (with cfg.spill twice as much: the index grows in steps), never less.
+ * Allocates nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
@@ -965,13 +981,13 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
- * were dropped for it are gone then). What is outside is not dropped for bytes. Where a fetch fails, tkv_attend,
- * tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that were stored
- * TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of queries may
- * have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of formats are
- * learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know
- * nothing of it. */
+ * room drops tokens if there is cfg.evict and that does it, else it gets TKV_ERR_BUDGET and none have gone (but
+ * where only dropping first, then storing what is left, had made room: seldom, with budgets for a few blocks).
+ * What is outside is dropped for bytes only where its entries in the index have to make room. Where a fetch fails,
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
+ * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
+ * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
+ * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1320,7 +1336,13 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
  * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
+ * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
+ * only if all resorts together do not make room for it ("keydiff", "user", "knorm" with cfg.importance_every, and any
+ * with cfg.n_anchors may be refused some blocks before: who goes depends on what is compressed until then; with
+ * anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come when tokens have gone: index
+ * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
+ * heads as one.
  *
  * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
  * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
@@ -1422,7 +1444,7 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
  * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
  * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
- * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
+ * batch, or each in a step of its own. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */
@@ -1815,6 +1837,7 @@ typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
     size_t limit; /* never more than this; 0: no limit */
+    int at_limit; /* the last request was refused because of it */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
@@ -1844,7 +1867,8 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
-    if (heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held)) return NULL;
+    heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
+    if (heap->at_limit) return NULL;
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;
@@ -14858,6 +14882,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
 
 
 #define TKVI_NIL 0xffffffffu
+#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
@@ -14870,24 +14895,26 @@ typedef struct tkvi_page {
 
 typedef struct tkvi_block {
     uint32_t refs;         /* lists that hold it; 0: this entry is free */
-    uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
-    uint16_t slot, coding; /* slot, outside: the mark of what was stored; 0: nobody has it (absent.h) */
+    uint32_t page;         /* or the next free entry; TKVI_NIL: nobody has it (absent.h); */
+    uint16_t slot, coding; /* TKVI_OUTSIDE: page and slot have the mark of what was stored (spill.h) */
     int start;             /* it covers positions from here to the next block's start */
     uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
     int16_t
         packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
     uint16_t
         via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
-    uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
+    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
+    uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
     int until;
     int step;  /* when mass was last added to */
     int moved; /* 0, or 1 + the list's length when the block last changed its tier */
@@ -14908,7 +14935,7 @@ typedef struct tkvi_pool {
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
     uint32_t n_absent;                        /* ... and of these, those that nobody has */
-    uint16_t marks;                           /* what was stored last (spill.h) */
+    uint64_t marks;                           /* what was stored last (spill.h): 47 bits */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
     int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
@@ -15182,14 +15209,14 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>outside: what the caller's store has of a block, under key 2 * number + this */
 typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
 
-static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
 /* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return tkvi_spilled(b) && b->slot == 0; }
+static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
-static uint16_t tkvi_next_mark(tkvi_pool *pool) {
-    if (++pool->marks == 0) pool->marks = 1;
-    return pool->marks;
+/* The mark of what was stored of it. */
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
 
 static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
@@ -15468,6 +15495,7 @@ typedef struct tkvi_list {
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
     int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
+    int left;     /* blocks, on paper: as far as a call that needs room may go (budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -15497,6 +15525,13 @@ typedef struct tkvi_ears {
     int tokens; /* appended since it listens; -1: it does not */
     int used;   /* that many when the factors were made last; 0: never */
 } tkvi_ears;
+
+/* What a call asks room for, beside slots (tkv_cache.need). */
+typedef struct tkvi_order {
+    const tkv_rows *rows; /* tokens for lists */
+    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    int64_t blocks;       /* entries of the block table, beyond those of slots */
+} tkvi_order;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -15534,7 +15569,11 @@ struct tkv_cache {
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
-    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    tkvi_order order; /* valid during the call */
+    int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
+    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
@@ -15543,7 +15582,6 @@ struct tkv_cache {
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
     uint64_t evicted, merged;
-    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -15749,6 +15787,22 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
 /* >>statistics: a piece that is there while a layer listens */
 static size_t tkvi_asked_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
@@ -15795,7 +15849,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -15866,7 +15920,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;
@@ -16778,6 +16832,7 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
 
 /* What those say who could not get the memory. */
 static tkv_status tkvi_no_table(tkv_cache *kv) {
+    if (kv->heap.at_limit) return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for tables", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
 }
 
@@ -16868,6 +16923,12 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 #ifndef TKVI_MASS_H
 #define TKVI_MASS_H
 
+
+/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
+ * are not decoded for each batch, and are those of the keys that came. */
+static int tkvi_keeps_norms(const tkv_cache *kv) {
+    return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
+}
 
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
@@ -16960,8 +17021,9 @@ static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *
  *
  * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
  * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
- * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
- * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
+ * the key, the head, the start and the coding of the block, and of a mark: bytes that are damaged, misplaced or of an
+ * earlier block of that number are found out. Marks of blocks are 47 bits and never come again; those of copies count
+ * the copies of a block's number, so one comes again when a store has lost the 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
  *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
@@ -16991,9 +17053,9 @@ typedef struct tkvi_room {
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
 
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
-                                uint16_t mark, int head, int part) {
+                                uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
-    uint8_t text[20];
+    uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
     p.from = r->at + (part ? r->v_at : 0);
@@ -17003,7 +17065,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
     tkvi_store32(text + 12, (uint32_t)coding);
-    tkvi_store32(text + 16, mark);
+    tkvi_store32(text + 16, (uint32_t)mark);
+    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
     p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
     return p;
 }
@@ -17034,7 +17097,7 @@ static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *
 
 /* >>out */
 /* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
-static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint16_t mark) {
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
@@ -17059,21 +17122,28 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
-    if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
-    b->copy = (uint16_t)(b->coding + 1);
-    b->copy_mark = kv->pool.marks;
+    b->copy_mark++;
+    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
-/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
- * last append, and not the last two, from which attention takes what keys have in common. */
+/* Is there a place outside, as far as is known? */
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+
+/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
+ * takes what keys have in common. */
 static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    end = tkvi_block_end(kv, list, ids, i);
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
 /* The oldest block of a list that may go out next; -1: there is none. */
@@ -17096,18 +17166,19 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    if (!tkvi_store_block(kv, id, TKVI_ITSELF, tkvi_next_mark(&kv->pool))) {
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
         kv->store_failed = 1;
         return 0;
     }
     page = b->page;
     slot = b->slot;
-    b->page = TKVI_NIL;
-    b->slot = kv->pool.marks;
+    b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
+    b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_spilled++;
     kv->spilled++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
+    tkvi_tell_spilled(kv, seq, layer, i);
     return 1;
 }
 
@@ -17120,8 +17191,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p =
-        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
+    const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
     uint8_t hash[TKVI_SPILL_HASH];
     if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
@@ -17231,8 +17301,9 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went; *last: where the last of it ended. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
+ * where the last of it ended, if that is further. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -17245,8 +17316,8 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
+            if (!really) continue;
             b->page = TKVI_NIL;
-            b->slot = 0;
             kv->pool.n_spilled++;
             kv->pool.n_absent++;
             kv->vacated++;
@@ -17261,17 +17332,19 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
+/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
+ * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start = 0, end = 0, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
-            continue;
+        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
+        if (!tkvi_vacate(kv, seq, end, 0, &last)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to, &end) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, 1, &last) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */
@@ -17525,7 +17598,8 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
+    /* also where a budget has ended: a level's blocks do not get looser */
+    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);
@@ -17747,9 +17821,10 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
- * there is room for. Both are of one tier, and not the last. */
-static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
+ * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
+                         int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const int key = kv->tables.coding[a->coding].key;
     int room, n;
@@ -17760,8 +17835,9 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (press) return room;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
@@ -17820,11 +17896,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         return;
     }
     b->gone |= there;
+    tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
-static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
@@ -17833,7 +17910,7 @@ static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
@@ -17908,9 +17985,27 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
     }
 }
 
+/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+typedef struct tkvi_spared {
+    int outside; /* tokens outside RAM: they take none but of the index */
+    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
+    const tkvi_rule *rule;
+    int vacant;
+} tkvi_spared;
+
+/* Is block i outside, or would be? */
+static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (!s || !s->rule || i < list->sinks) return 0;
+    return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
+           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
+}
+
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
 static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                tkvi_choice *c) {
+                                const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
@@ -17921,20 +18016,22 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        const int first = c->n;
+        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
         tkvi_mass_now(kv, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
+            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
-                (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -17968,50 +18065,69 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
+/* The tokens at these places of a view shall go. */
+static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, at = 0, gone = 0;
+    int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
     }
-    for (i = 0; i < c->n; i++)
-        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
-    kv->evicted += (uint64_t)gone;
-    tkvi_close_ranks(kv, seq, layer);
-    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
 }
 
-/* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
-static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                             const tkv_evict_params *p, int keep, int really) {
+/* They go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int *position = tkvi_choice_of(kv).position;
+    int i, t, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+        kv->pool.block[ids[i]].gone |= *chosen;
+        *chosen = 0;
+    }
+    kv->evicted += (uint64_t)gone;
+    tkvi_close_ranks(kv, seq, layer, press);
+    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
+}
+
+/* Who goes so that at most `keep` tokens of a layer stay. */
+static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                              const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                              tkvi_choice *c) {
     const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
-    tkvi_choice c;
-    tkv_evict_view v;
     tkv_status st;
-    int needs;
     if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
-    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
-    v = tkvi_look(kv, seq, layer, p, needs, &c);
-    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
-    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
-    st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
-    if (!st && really) tkvi_let_go(kv, seq, layer, &c);
-    return st;
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkv_evict_score(&by, &v, c->score)) != TKV_OK) return st;
+    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
 /* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
-static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
+static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                               tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1) == TKV_OK) return;
+    if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.kind = TKV_EVICT_SLIDING;
-    (void)tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1);
+    (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
+}
+
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                              int press) {
+    tkvi_choice c;
+    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_note_victims(kv, seq, layer, &c);
+    tkvi_let_go(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -18026,12 +18142,17 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least =
         tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least));
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a list that stay in any case: those outside take no bytes. */
-static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
+/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
+static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
+}
+
+/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -18039,64 +18160,34 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
+        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
-                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
- * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
- * are not merged at all. */
-static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
-    const int stay = tkvi_stay_of(kv, seq, layer);
-    int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
-    for (i = list->sinks; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        stretches += kv->tables.coding[b->coding].key != key ||
-                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
-        key = kv->tables.coding[b->coding].key;
-        shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
-        if (!tkvi_spilled(b)) continue;
-        out++;
-        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
-        key = -1;
-    }
-    if (shared || (tkvi_binds(kv) && !in_order)) return list->n;
-    if (in_order) return tkvi_min(list->n, list->sinks + held + (stay - tokens_out) / TKVI_BLOCK + 3);
-    return tkvi_min(list->n, list->sinks + out + stretches + 2 * (stay - tokens_out) / TKVI_BLOCK);
-}
-
-/* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
-static int tkvi_may_go(const tkv_cache *kv, int seq, int layer) {
-    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    return tkvi_list_of(kv, seq, layer)->n - tkvi_rest_of(kv, seq, layer);
-}
-
 /* A batch of tokens goes from the list that has most to give. 0: none has. */
-static int tkvi_evict_some(tkv_cache *kv) {
+static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.outside = !outside_too;
     for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
         for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_stay_of(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
             most = spare;
             of_seq = seq;
             of_layer = layer;
             count = n;
         }
-    kv->for_bytes = 1;
     if (most > 0)
         tkvi_evict_surely(kv, of_seq, of_layer,
-                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
-    kv->for_bytes = 0;
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
     return most > 0;
 }
 
@@ -18105,11 +18196,17 @@ static int tkvi_evict_some(tkv_cache *kv) {
 /*
  * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
  *
- *     append -> does it fit, if everything old were at one of the levels?  no: TKV_ERR_BUDGET, nothing has changed
+ *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
+ *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
  *               config has a place for them, the oldest blocks go outside, then what a model can compute
  *               again goes (absent.h), then tokens (drop.h)                                   (tkvi_make_room)
+ *
+ * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
+ * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go, and
+ * what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before it;
+ * then the same is done.
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
  * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
@@ -18142,36 +18239,126 @@ static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
     return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
 }
 
-/* Bytes held when there are so many slots of each class, room for recoding included. */
-static size_t tkvi_bytes_with(const tkv_cache *kv, const int64_t *live, size_t extra) {
-    int64_t pages = kv->pool.spare;
-    size_t bytes;
+/* >>what a call asks for */
+/* Does the tail have a block that takes another token? */
+static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                          const uint32_t *ids) {
+    int last = list->n - 1, room;
+    if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
+    room = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
+}
+
+/* Blocks that n more tokens open, and the sink block among them. */
+static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                           const uint32_t *ids, int n, int *sink) {
+    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    *sink = rest > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) rest -= p->sink;
+    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+}
+
+/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
+static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+    int sink;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
+           1;
+}
+
+/* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
+static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_paper) {
+    const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
+    int l, want = 0;
+    if (row->n == 0) return 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_paper ? list->n - list->left : 0;
+        if (kv->tables.plan[l].stored == l && more > 0)
+            want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
+    }
+    return want;
+}
+
+/* Bytes of the index that this takes; old arrays are given back, but not before. */
+static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_paper) {
+    const tkvi_order *o = &kv->order;
+    size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
+    int i, most = 0;
+    for (i = 0; i < o->n_rows; i++) {
+        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_paper);
+        bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
+                 (size_t)kv->tables.cfg.n_layers;
+        most = tkvi_max(most, want);
+    }
+    return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+}
+
+static void tkvi_ask_nothing(tkv_cache *kv) {
+    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    memset(&kv->order, 0, sizeof kv->order);
+}
+
+/* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
+static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *paper, const tkv_rows *rows, int n_rows, int layer) {
+    int64_t blocks = kv->pool.n_spilled;
     int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = paper->live[c] - now;
+        kv->need[c] = more > 0 ? more : 0;
+        blocks += now + kv->need[c];
+    }
+    kv->order.rows = rows;
+    kv->order.n_rows = n_rows;
+    kv->order.layer = layer;
+    kv->order.blocks = paper->most_blocks - blocks;
+}
+
+/* >>what there would be */
+typedef struct tkvi_outlook {
+    int64_t *slots;  /* of each class */
+    int64_t outside; /* blocks */
+    int on_paper;    /* lists are as long as `left` says */
+    int64_t more;    /* pages beyond that, as it is not known which slots they are */
+} tkvi_outlook;
+
+/* As it is, and what is asked for. */
+static tkvi_outlook tkvi_now(tkv_cache *kv) {
+    tkvi_outlook o;
+    int c;
+    o.slots = kv->need + kv->tables.n_classes;
+    o.outside = kv->pool.n_spilled;
+    o.on_paper = 0;
+    o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
-        pages += tkvi_pages_for(&kv->tables.size_class[c], live[c] > 0 ? live[c] : 0);
-    if (!tkvi_add(extra, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &extra)) return (size_t)-1;
+        o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+    return o;
+}
+
+/* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
+static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
+    int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
+    size_t bytes, more;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t slots = o->slots[c] > 0 ? o->slots[c] : 0;
+        pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
+        blocks += slots;
+    }
+    more = tkvi_index_growth(kv, blocks, o->on_paper);
+    if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
+    if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, extra, &bytes))
+        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-static size_t tkvi_list_growth(const tkv_cache *kv, int seq, int want) {
-    return tkvi_growth(kv->seq[seq].cap, want, sizeof(uint32_t)) * (size_t)kv->tables.cfg.n_layers +
-           tkvi_growth(kv->choice_cap, want, tkvi_choice_entry(&kv->tables.cfg));
-}
-
-static size_t tkvi_blocks_growth(const tkv_cache *kv, const tkvi_peak *paper) {
-    return tkvi_growth(kv->pool.block_cap, paper->most_blocks, tkvi_block_entry(&kv->tables.cfg));
-}
-
-/* What an operation asks for, from its paper; what it gives back does not count. */
-static void tkvi_need_of(tkv_cache *kv, const tkvi_peak *paper) {
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t more = paper->live[c] - kv->pool.live[c] - kv->pool.promised[c];
-        kv->need[c] = more > 0 ? more : 0;
-    }
+static size_t tkvi_bytes_now(tkv_cache *kv) {
+    const tkvi_outlook now = tkvi_now(kv);
+    return tkvi_bytes_with(kv, &now, NULL);
 }
 
 /* >>what is stored more loosely than a level wants it */
@@ -18191,16 +18378,22 @@ static int tkvi_any_step(const tkv_cache *kv) {
     return any;
 }
 
-/* Where block i of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
-static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+/* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
+                              const tkvi_rule *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk || (i + 1 == list->n && end - start < TKVI_BLOCK)) return TKV_HOT;
+    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
     while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
         due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
     return due;
+}
+
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
+                         i + 1 == list->n, r, tables);
 }
 
 /* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
@@ -18301,7 +18494,7 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
 static int tkvi_spill_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
-    if (!kv->tables.cfg.spill.store || kv->store_failed) return 0;
+    if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const int i = tkvi_next_out(kv, seq, layer);
@@ -18345,101 +18538,378 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
                            : "memory is free again: new tokens are looser");
 }
 
-/* Slots of each class, in need[n_classes ...]: those of now, with what is needed. */
-static int64_t *tkvi_slots_now(tkv_cache *kv) {
-    int64_t *slots = kv->need + kv->tables.n_classes;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
-    return slots;
+/* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
+typedef enum tkvi_resort {
+    TKVI_LOOSEN = 1,
+    TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
+    TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
+    TKVI_EVICT_ALL = 8, /* be they outside or not */
+    TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
+    TKVI_FIRST = 32  /* before anything else happens */
+} tkvi_resort;
+
+static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule *rule, int level,
+                                  int resort) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !(resort & TKVI_EVICT_ALL);
+    if (resort & TKVI_OUT) s.rule = rule;
+    if (resort & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+        s.vacant = tkvi_vacant_to(kv, seq, level);
+    return s;
 }
 
-/* The same with all blocks that are looser than this level wants them where it wants them; also without those that may
- * go outside or be recomputed, or that eviction would give back for sure; or with the tighter ones as large as
- * the level has them. */
-typedef enum tkvi_fate {
-    TKVI_TIGHTEN,
-    TKVI_TIGHTEN_AND_SPILL,
-    TKVI_TIGHTEN_AND_VACATE,
-    TKVI_TIGHTEN_AND_EVICT,
-    TKVI_LOOSEN
-} tkvi_fate;
+/* Is it known who goes, whatever becomes of the blocks until then? */
+static int tkvi_has_floor(const tkv_cache *kv) {
+    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
+    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
+           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+}
 
-static const int64_t *tkvi_slots_at(tkv_cache *kv, int level, tkvi_fate fate) {
-    const tkvi_tables *t = &kv->tables;
-    int64_t *slots = tkvi_slots_now(kv);
-    int seq, layer, i, tables = !tkvi_any_step(kv);
-    for (seq = 0; seq < t->cfg.max_seqs; seq++) {
-        const int vacant =
-            fate == TKVI_TIGHTEN_AND_VACATE && tkvi_is_idle(kv, seq) ? tkvi_vacant_to(kv, seq, level) : 0;
-        for (layer = 0; layer < t->cfg.n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-            int go = fate == TKVI_TIGHTEN_AND_EVICT ? tkvi_may_go(kv, seq, layer) : 0;
-            for (i = list->sinks + list->out; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[ids[i]];
-                tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
-                int coding = r->coding[due];
-                if (b->refs > 1 || tkvi_spilled(b)) continue;
-                if (go > 0 || tkvi_block_end(kv, list, ids, i) <= vacant ||
-                    (fate == TKVI_TIGHTEN_AND_SPILL && tkvi_may_spill(kv, seq, layer, i, r))) {
-                    slots[t->coding[b->coding].size_class]--;
-                    go--;
-                    continue;
-                }
-                if (due == TKV_HOT && fate != TKVI_LOOSEN) break;
-                if (fate == TKVI_LOOSEN ? !tkvi_tighter(kv, coding, b->coding)
-                                        : !tkvi_tighter(kv, b->coding, coding))
-                    continue;
-                slots[t->coding[b->coding].size_class]--;
-                slots[t->coding[coding].size_class]++;
-            }
+/* Tokens of a list that stay by TKVI_FLOOR. */
+static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+    const int stay = tkvi_stay_of(kv, seq, layer, spared);
+    const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
+    return stay + (int)(more * kv->share / 8);
+}
+
+/* One list goes to its floor. 0: it may not. */
+static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !outside_too;
+    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
+    tkvi_evict_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    return 1;
+}
+
+/* A block on paper. */
+typedef struct tkvi_paper_block {
+    uint64_t anchored;
+    int start, tokens, coding;
+    tkv_tier tier;
+    int stays; /* others hold it, too */
+    int away;  /* it has no slot */
+} tkvi_paper_block;
+
+/* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
+static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_block *b, int end) {
+    const tkvi_coding *coding = kv->tables.coding;
+    const int room = TKVI_BLOCK - a->tokens;
+    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
+    if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
+    if (b->tokens > room && a->anchored | b->anchored) return 0;
+    a->anchored |= b->anchored;
+    a->tokens += tkvi_min(b->tokens, room);
+    b->tokens -= tkvi_min(b->tokens, room);
+    return b->tokens == 0;
+}
+
+/* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
+ * are away as `spared` says, before. NULL: they are as they are. */
+static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared, const tkvi_rule *r,
+                            tkvi_paper_block **out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int tables = !tkvi_any_step(kv);
+    tkvi_paper_block *paper;
+    tkvi_choice c;
+    int i, t, at = 0, n = 0;
+    tkvi_choose_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
+    *out = paper = (tkvi_paper_block *)(void *)c.score; /* these have told all they can */
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t left = tkvi_kept(kv, list, ids, i);
+        tkvi_paper_block *mine = &paper[n];
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
+        mine->anchored = kv->pool.notes[ids[i]].anchored;
+        mine->start = tkvi_block_start(kv, ids, i);
+        mine->tokens = tkvi_bits_in(left);
+        mine->coding = b->coding;
+        mine->tier = tkvi_tier_at(list, i);
+        mine->stays = b->refs > 1;
+        mine->away = !mine->stays && tkvi_is_away(kv, seq, layer, i, spared);
+        if (r && i >= list->sinks && !mine->stays && !mine->away) {
+            const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
+            if (due != TKV_HOT) mine->tier = due;
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) mine->coding = r->coding[due];
+        }
+        if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
+        if (i + 1 < list->n && i > list->sinks && n > 0 &&
+            tkvi_paper_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            continue;
+        if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
+            left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
+            for (t = 0; !(left >> t & 1);) t++;
+            mine->start = tkvi_at(kv, ids[i], t);
+        }
+        n++;
+    }
+    return n;
+}
+
+/* Sinks among these blocks: 0 or 1. */
+static int tkvi_paper_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_paper_block *paper, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return n && list->sinks && paper->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+}
+
+/* tkvi_vacant_to, when all layers are at their floor. */
+static int tkvi_paper_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+    int layer, i, n, to = TKVI_FOREVER;
+    if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const int len = tkvi_list_of(kv, seq, layer)->len;
+        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        tkvi_paper_block *paper;
+        if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
+        n = tkvi_paper_floor(kv, seq, layer, spared, NULL, &paper);
+        i = tkvi_paper_sinks(kv, seq, layer, paper, n);
+        while (i + 2 < n && !paper[i].stays && tkvi_is_old(kv, seq, layer, paper[i + 1].start, r)) i++;
+        to = tkvi_min(to, i < n ? paper[i].start : len);
+    }
+    return to;
+}
+
+/* Adds to an outlook what becomes of a list at its floor. */
+static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const int first = resort & TKVI_FIRST;
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, first ? resort & ~TKVI_OUT : resort);
+    const int vacant = first && resort & TKVI_OUT ? tkvi_paper_vacant(kv, seq, level, &spared) : 0;
+    tkvi_paper_block *paper;
+    int i, sinks;
+    list->left = tkvi_paper_floor(kv, seq, layer, &spared, first ? NULL : r, &paper);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (b->refs > 1) continue;
+        if (tkvi_spilled(b)) o->outside--;
+        else o->slots[kv->tables.coding[b->coding].size_class]--;
+    }
+    sinks = tkvi_paper_sinks(kv, seq, layer, paper, list->left);
+    for (i = 0; i < list->left; i++) {
+        tkvi_paper_block *b = &paper[i];
+        const int end = i + 1 < list->left ? b[1].start : list->len;
+        if (b->stays) continue;
+        if (first && resort & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+            const tkv_tier due =
+                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            b->away = end <= vacant ||
+                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
+        }
+        if (b->away) o->outside++;
+        else o->slots[kv->tables.coding[b->coding].size_class]++;
+    }
+}
+
+/* What eviction takes from a list for sure, by batches, after all else. */
+typedef struct tkvi_going {
+    int oldest;  /* so many tokens in RAM, those first that came first */
+    int here;    /* or so many blocks in RAM, no one knows which */
+    int outside; /* blocks outside: in each there may be one token left */
+} tkvi_going;
+
+/* The tier and the coding of block i when all is as tight as rule r wants it. */
+static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r,
+                               int *coding) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
+    *coding = due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    return due != TKV_HOT ? due : tkvi_tier_at(list, i);
+}
+
+/* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
+ * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are left
+ * is known where the oldest go first, and no anchors are made before. */
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
+                              const tkvi_spared *spared) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
+    int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
+    tkvi_going go = {0, 0, 0};
+    tkv_tier was = TKV_HOT;
+    if (kv->seq[seq].in_step || list->n == 0) return go;
+    stay = tkvi_stay_of(kv, seq, layer, spared);
+    for (i = 0; i < list->n; i++) {
+        const int there = tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        shared |= kv->pool.block[ids[i]].refs > 1;
+        if (i < list->sinks) continue;
+        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+            out++;
+            tokens_out += there;
+            key = -1;
+        } else {
+            int coding;
+            const tkv_tier tier = tkvi_tightened(kv, seq, layer, i, r, &coding);
+            stretches += kv->tables.coding[coding].key != key || tier != was;
+            key = kv->tables.coding[coding].key;
+            was = tier;
+            tokens += there;
         }
     }
-    return slots;
+    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
+    else stay -= tokens_out;
+    if (in_order) go.oldest = tkvi_max(0, tokens - stay);
+    else go.here = tkvi_max(0, list->n - list->sinks - out - stretches - 2 * stay / TKVI_BLOCK);
+    return go;
 }
 
-/* Would what is needed (kv->need) fit, as it is or at a level that the policy allows? More kinds of blocks have more
- * pages that are not full, so that it need not be the last. *bytes: the least that it takes. */
-static int tkvi_fits_somewhere(tkv_cache *kv, size_t extra, size_t budget, size_t *bytes) {
-    const int last = kv->policy.cfg.max_level;
-    int level;
+/* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
+ * may be others, and then there are other pages that are not full. */
+static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) {
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    while (n > 0) {
+        int c, least = -1;
+        for (c = 0; c < kv->tables.n_classes; c++)
+            if (has[c] > 0 &&
+                (least < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[least].slots))
+                least = c;
+        if (least < 0) return;
+        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= has[c] > 0;
+        o->slots[least] -= tkvi_min((int)has[least], n);
+        n -= (int)has[least];
+        has[least] = 0;
+    }
+}
+
+/* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
+static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    const tkvi_tables *t = &kv->tables;
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
+    int64_t *has = kv->need + 2 * t->n_classes;
+    tkvi_going go = {0, 0, 0};
+    tkv_evict_config full;
+    int i;
+    memset(has, 0, (size_t)t->n_classes * sizeof *has);
+    (void)tkvi_evict_fill(&t->cfg.evict, &full);
+    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    list->left = list->n - go.here;
+    for (i = list->sinks; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        int gone = 0, coding;
+        if (b->refs > 1) continue;
+        if (tkvi_is_away(kv, seq, layer, i, &spared)) {
+            gone = go.outside-- > 0;
+            if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
+            o->outside += !gone - tkvi_spilled(b);
+            list->left -= gone;
+            continue;
+        }
+        if (go.oldest > 0) {
+            go.oldest -= tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
+                   tkvi_block_start(kv, ids, i) >= full.sink_tokens;
+        }
+        if (resort & TKVI_LOOSEN) {
+            coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
+        } else {
+            (void)tkvi_tightened(kv, seq, layer, i, r, &coding);
+        }
+        o->slots[t->coding[b->coding].size_class]--;
+        o->slots[t->coding[coding].size_class] += !gone;
+        has[t->coding[coding].size_class]++;
+        list->left -= gone;
+    }
+    tkvi_add_going(kv, go.here, has, o);
+}
+
+/* What there would be. */
+static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
+    tkvi_outlook o = tkvi_now(kv);
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int seq, layer, c, n = 0;
+    o.on_paper = 1;
+    memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+            if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+                tkvi_add_floor(kv, seq, layer, level, resort, &o);
+            else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+    for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
+    o.more = tkvi_max(0, n - 1);
+    return o;
+}
+
+/* Would what is asked for fit, going so far at the last level? */
+static int tkvi_resort_fits(tkv_cache *kv, int resort, int share, size_t budget, size_t *bytes) {
+    tkvi_outlook o;
+    size_t then;
+    kv->resort = resort;
+    kv->share = share;
+    o = tkvi_at_level(kv, kv->policy.cfg.max_level, resort);
+    then = tkvi_bytes_with(kv, &o, NULL);
+    *bytes = then < *bytes ? then : *bytes;
+    return then <= budget;
+}
+
+/* By which of these ways to the floor it fits, with such a share. */
+static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
+    static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
+    const int n = (int)(sizeof ways / sizeof *ways);
+    int i, fits = 0;
+    for (i = 0; i < 2 * n && !fits; i++) {
+        /* anchors that are made before it happens are not known */
+        if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
+        fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
+                                share, budget, bytes);
+    }
+    return fits;
+}
+
+/* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
+ * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
+ * *bytes: the least that it takes. */
+static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int level, share;
+    kv->resort = 0;
+    *bytes = tkvi_bytes_now(kv);
+    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+        const tkvi_outlook o = tkvi_at_level(kv, level, 0);
+        const size_t then = tkvi_bytes_with(kv, &o, NULL);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes <= budget) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if (!cfg->evict.kind) return 0;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
+    for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
+    return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
+}
+
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
     kv->store_failed = 0;
-    *bytes = tkvi_bytes_with(kv, tkvi_slots_now(kv), extra);
-    for (level = kv->tables.level; *bytes > budget && level <= last; level++) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, level, TKVI_TIGHTEN), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    if (*bytes > budget && kv->tables.cfg.spill.store) { /* the last level, and the next resorts */
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_SPILL), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    if (*bytes > budget && kv->tables.cfg.remat) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_VACATE), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    if (*bytes > budget && kv->tables.cfg.evict.kind) {
-        const size_t then = tkvi_bytes_with(kv, tkvi_slots_at(kv, last, TKVI_TIGHTEN_AND_EVICT), extra);
-        *bytes = then < *bytes ? then : *bytes;
-    }
-    return *bytes <= budget;
+    return tkvi_still_fits(kv, budget, bytes);
 }
 
 /* >>work */
 /* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
  * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
  * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t extra, size_t within) {
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t within) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
-        int64_t *now = tkvi_slots_now(kv);
-        now[tkvi_coding_at(kv, &s)->size_class]--;
-        now[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, now, extra) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+        const tkvi_outlook then = tkvi_now(kv);
+        then.slots[tkvi_coding_at(kv, &s)->size_class]--;
+        then.slots[kv->tables.coding[s.coding].size_class]++;
+        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
             return 0;
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
@@ -18475,9 +18945,11 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
     const double budget = (double)kv->tables.cfg.budget_bytes;
+    tkvi_outlook looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    bytes = (double)tkvi_bytes_with(kv, tkvi_slots_at(kv, level - 1, TKVI_LOOSEN), 0);
+    looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
+    bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
     if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
         bytes + 3.0 * (double)kv->lump < budget)
         return 1;
@@ -18509,7 +18981,7 @@ static void tkvi_learn_early(tkv_cache *kv) {
 
 /* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
  * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
-static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
+static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
     float outside;
@@ -18529,7 +19001,7 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     while (kv->debt > 0) {
         size_t won = 0;
         if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
-            won = tkvi_tighten_one(kv, extra, kv->tables.cfg.budget_bytes);
+            won = tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =
@@ -18537,17 +19009,42 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes, size_t extra) {
     }
 }
 
-/* Room for what is needed (kv->need) and `extra` bytes of index; tkvi_fits_somewhere must have said yes. */
-static int tkvi_make_room(tkv_cache *kv, size_t extra, size_t budget) {
+/* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
+static int tkvi_evict_next(tkv_cache *kv, int *list) {
+    const int n = kv->tables.cfg.n_layers, all = (kv->resort & TKVI_EVICT_ALL) != 0;
+    int went = 0;
+    if (!kv->tables.cfg.evict.kind) return 0;
+    if (!(kv->resort & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
+        went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
+    return went;
+}
+
+/* Before the first token goes: a store that failed is counted on no more. */
+static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
+    size_t bytes;
+    return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
+}
+
+/* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
+static int tkvi_make_room(tkv_cache *kv, size_t budget) {
+    int list = 0, evicts = 0;
     for (;;) {
-        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), extra) <= budget) {
-            if (kv->heap.held > budget || extra > budget - kv->heap.held)
+        const tkvi_outlook now = tkvi_now(kv);
+        size_t index;
+        if (tkvi_bytes_with(kv, &now, &index) <= budget) {
+            if (kv->heap.held > budget || index > budget - kv->heap.held)
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (tkvi_tighten_one(kv, extra, 0)) continue;
+        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+            tkvi_evict_next(kv, &list))
+            continue;
+        if (tkvi_tighten_one(kv, 0)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (!tkvi_spill_oldest(kv) && !tkvi_vacate_idle(kv) && !tkvi_evict_some(kv)) return 0;
+        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
+        else if (!tkvi_evict_next(kv, &list)) return 0;
     }
 }
 
@@ -18576,7 +19073,6 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
 }
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
-    const int n = kv ? kv->tables.n_classes : 0;
     const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
     size_t takes;
     if (!kv) return TKV_ERR_ARG;
@@ -18585,6 +19081,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
     if (bytes == 0) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);
@@ -18593,7 +19090,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    memset(kv->need, 0, (size_t)n * sizeof *kv->need);
+    tkvi_ask_nothing(kv);
     kv->clock++;
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
@@ -18603,13 +19100,13 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_fits_somewhere(kv, 0, bytes, &takes)) {
+    if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
         if (!had) kv->pool.spare = 0;
         tkvi_trim(&kv->pool);
         return tkvi_over_budget(kv, takes);
     }
     kv->tables.cfg.budget_bytes = bytes;
-    if (!tkvi_make_room(kv, 0, bytes)) {
+    if (!tkvi_make_room(kv, bytes)) {
         kv->tables.cfg.budget_bytes = had;
         if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
@@ -18652,10 +19149,10 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv || max_work < 0) return TKV_ERR_ARG;
-    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    tkvi_ask_nothing(kv);
     while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
            tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
-           tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes))
+           tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes))
         n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
@@ -18736,26 +19233,6 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
 /* Slots of a class that tkv_reserve holds for a sequence. */
 static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-/* Does the tail have a block that takes another token? */
-static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                          const uint32_t *ids) {
-    int last = list->n - 1, room;
-    if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
-    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
-    room = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
-}
-
-/* Blocks that n more tokens open, and the sink block among them. */
-static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                           const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_room(kv, p, list, ids);
-    *sink = rest > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) rest -= p->sink;
-    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
 static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
@@ -18953,6 +19430,19 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -18968,7 +19458,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] = 0;
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
@@ -18991,14 +19484,6 @@ static void tkvi_watch(tkv_cache *kv, int seq) {
 /* >>append */
 static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
-}
-
-/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
-static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
-    int sink;
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
-           1;
 }
 
 static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
@@ -19047,17 +19532,6 @@ static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int
         if (failed) list->chunk = list->chunk_was;
         else list->chunk_was = list->chunk, list->chunk = list->len;
     }
-}
-
-/* Bytes by which block lists and the block table grow. */
-static size_t tkvi_rows_growth(const tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                               const tkvi_peak *paper) {
-    size_t index = tkvi_blocks_growth(kv, paper);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n)
-            index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-    return index;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
@@ -19114,16 +19588,16 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_lazy(kv)) {
-        const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
+        const size_t budget = cfg->budget_bytes,
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_need_of(kv, &paper);
-        fits = tkvi_fits_somewhere(kv, index, budget, &takes);
+        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        fits = tkvi_fits_somewhere(kv, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
-        if (!fits || !tkvi_make_room(kv, index, budget)) {
+        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
@@ -19206,12 +19680,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         }
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
-    if (!ready)
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
+    }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -19320,7 +19796,8 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak paper;
-    int len, layer, had, want = 0, ready = 1;
+    tkv_rows row;
+    int len, layer, had, want, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -19328,22 +19805,18 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     if (n > kv->tables.cfg.max_tokens - len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
                          " more tokens");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        int more = len + n - tkvi_list_of(kv, seq, layer)->len;
-        if (kv->tables.plan[layer].stored == layer && more > 0)
-            want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
-    }
+    row.seq = seq;
+    row.n = n;
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
-        const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
@@ -19354,6 +19827,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
          layer++) /* the first table can be due; others wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
+    want = tkvi_row_want(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
@@ -19510,6 +19984,7 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
     tkv_evict_config full;
+    tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
     if (!kv || !p) return TKV_ERR_ARG;
@@ -19521,11 +19996,17 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
-            st = tkvi_evict(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), pass);
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+                             &c);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
     tkvi_settle(kv, p->seq);
@@ -19541,12 +20022,13 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, &c);
+        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_let_go(kv, seq, l, &c);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
@@ -19665,9 +20147,8 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak paper = tkvi_paper(kv);
     tkvi_peak_take(&paper, coding);
     if (tkvi_lazy(kv)) {
-        tkvi_need_of(kv, &paper);
-        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), tkvi_blocks_growth(kv, &paper)) >
-            kv->tables.cfg.budget_bytes)
+        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
@@ -19735,7 +20216,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->via = 0;
-    if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
@@ -19887,7 +20368,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last, &end) > 0 && dropped) *dropped = end - first;
+    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -19910,12 +20391,12 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to, &last);
+    won = tkvi_vacate(kv, seq, to, 1, &last);
     if (tighten) {
-        memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+        tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes);
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
     }
     if (freed) *freed = won;
     tkvi_settle(kv, seq);
@@ -20057,10 +20538,10 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     kv->seq[seq].used = ++kv->clock;
     paper = tkvi_paper_give(kv, seq, layer, first, last);
     if (tkvi_lazy(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes, index = tkvi_blocks_growth(kv, &paper);
+        const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget))
+        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
         paper = tkvi_paper_give(kv, seq, layer, first, last);
     }
@@ -22371,6 +22852,39 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     return s;
 }
 
+/* Blocks of one list that are not in RAM, at most: as spill.h and absent.h let them go. */
+typedef struct tkvi_away {
+    int64_t blocks;
+    int missing; /* nobody has them, and their tokens are in no tier */
+} tkvi_away;
+
+/* The oldest of a list go, what is of the hot tail and the last two blocks not. */
+static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                           int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
+    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
+    const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
+    /* as it is when the last of them begins, which needs most room */
+    const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
+    go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
+    if (go > away->blocks) go = away->blocks;
+    for (i = 0; i < TKV_TIER_COUNT && go > 0; i++) {
+        const tkv_tier t = order[i];
+        const int64_t k = go < s->blocks[t] ? go : s->blocks[t];
+        const tkvi_bytes *bytes = &h->bytes[p->now.key[t]];
+        go -= k;
+        s->blocks[t] -= k;
+        if (away->missing) {
+            s->tokens[t] -= k * TKVI_BLOCK;
+            continue;
+        }
+        m->spilled.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
+        m->spilled.codes += (size_t)(k * n_seqs) * bytes->codes;
+        m->spilled.metadata += (size_t)(k * n_seqs) * bytes->metadata;
+    }
+}
+
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
                             int64_t tokens, int64_t *live) {
     m->tier[tier].tokens += (size_t)tokens;
@@ -22381,27 +22895,47 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tk
 
 /* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
-                              int64_t n_seqs, int waiting, int64_t *live) {
+                              int64_t n_seqs, int waiting, const tkvi_away *away, int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
-    int64_t here = s.sink_tokens > 0;
+    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
+    if (away->blocks) tkvi_send_away(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
-        here += s.blocks[tier];
-    }
     return here;
 }
 
+/* Entries that an array had before it grew to have room for so many. */
+static size_t tkvi_cap_before(int64_t want) {
+    const uint32_t cap = tkvi_cap_for(want);
+    uint32_t had = 16;
+    while (had + had / 4 < cap) had += had / 4;
+    return had < cap ? had : 0;
+}
+
+/* How far a cache has gone beyond its levels. */
+typedef struct tkvi_stretch {
+    int64_t outside, missing; /* blocks of each list; of each list but one sequence's */
+} tkvi_stretch;
+
 /* The bytes with every layer's plan as this level has it. */
-static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n_seqs, tkv_memory_info *out) {
+static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch *stretch, int n_tokens,
+                                   int n_seqs, tkv_memory_info *out) {
     tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
+    tkvi_away outside, missing;
     int i, c;
+    const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
+    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+    outside.blocks = stretch->outside;
+    missing.blocks = stretch->missing;
+    outside.missing = 0;
+    missing.missing = 1;
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -22416,10 +22950,11 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
             waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting, 0, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &missing, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -22438,65 +22973,110 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
-        m.index +=
-            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
     if (h->cfg.budget_bytes &&
         all) /* a table that grows is there twice for a moment: what it had before, too */
-        m.peak += tkvi_cap_for(all) / 5 * 4 * tkvi_block_entry(&h->cfg) +
-                  tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+                  tkvi_cap_before(pages) * sizeof(tkvi_page) +
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
+}
+
+/* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
+static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+    const size_t budget = h->cfg.budget_bytes;
+    const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
+    tkvi_stretch stretch;
+    int64_t low = 0, high;
+    tkv_status st;
+    int level;
+    memset(&stretch, 0, sizeof stretch);
+    for (level = h->cfg.policy.min_level;; level++) {
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || !budget || m->peak <= budget) return st;
+        if (level == h->cfg.policy.max_level) break;
+    }
+    if (h->cfg.spill.store) { /* as few as it takes */
+        for (high = most; low < high;) {
+            stretch.outside = low + (high - low) / 2;
+            st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+            if (!st && m->peak <= budget) high = stretch.outside;
+            else low = stretch.outside + 1;
+        }
+        stretch.outside = high;
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || m->peak <= budget) return st;
+    }
+    if (!h->cfg.remat) return TKV_ERR_BUDGET;
+    stretch.missing = most;
+    st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+    return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
+}
+
+/* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
+ * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
+static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
+    tkv_evict_config cfg;
+    int64_t n;
+    if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
+    (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
+    if (h->cfg.spill.store) n *= TKVI_BLOCK;
+    return n < n_tokens ? (int)n : n_tokens;
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_shape h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int level;
+    int least, keep;
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
         return TKV_ERR_ARG;
-    for (level = h.cfg.policy.min_level;; level++) {
-        st = tkvi_estimate_at(&h, level, n_tokens, n_seqs, &m);
-        if (st) return st;
-        if (!h.cfg.budget_bytes || m.peak <= h.cfg.budget_bytes) break;
-        if (level == h.cfg.policy.max_level) return TKV_ERR_BUDGET;
+    keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
+    st = tkvi_estimate_within(&h, keep, n_seqs, &m);
+    if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
+        (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
+        while (least < keep) { /* the most that it holds */
+            const int n = least + (keep - least + 1) / 2;
+            if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) least = n;
+            else keep = n - 1;
+        }
+        st = tkvi_estimate_within(&h, least, n_seqs, &m);
     }
-    *out = m;
-    return TKV_OK;
-}
-
-/* Does a level hold that? */
-static int tkvi_holds(tkvi_shape *h, int n_tokens, int n_seqs) {
-    tkv_memory_info m;
-    int level;
-    for (level = h->cfg.policy.max_level; level >= h->cfg.policy.min_level; level--)
-        if (tkvi_estimate_at(h, level, n_tokens, n_seqs, &m) == TKV_OK && m.peak <= h->cfg.budget_bytes)
-            return 1;
-    return 0;
+    if (!st) *out = m;
+    return st;
 }
 
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
     tkvi_shape h;
+    tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int low = 0, high, step; /* all up to low fit, high + 1 does not */
+    int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
     if (st) return st;
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
     high = h.cfg.max_tokens;
+    least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
+    least = tkvi_evicts_to(&h, least);
+    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* what is too much goes */
+        *n_tokens = high;
+        return TKV_OK;
+    }
     /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
     for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
-        if (tkvi_holds(&h, low + step, n_seqs)) continue;
+        if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
         high = low + step - 1;
         break;
     }
     while (low < high) {
         const int n = low + (high - low + 1) / 2;
-        if (tkvi_holds(&h, n, n_seqs)) low = n;
+        if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) low = n;
         else high = n - 1;
     }
     *n_tokens = low;
@@ -24183,10 +24763,10 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 #ifndef TKV_NO_REPORTS
 
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI_QUALITY, TKVI_SECTIONS };
 
-static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "budget",
-                                                              "quality"};
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
+                                                              "budget", "keeping", "quality"};
 
 /* All that is told, taken once: readers may add to the meter while it is printed. */
 typedef struct tkvi_figures {
@@ -24197,6 +24777,7 @@ typedef struct tkvi_figures {
     tkv_quality_info quality;
     tkv_budget_info budget;
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
+    uint64_t missing;                            /* tokens that a model must compute again */
 } tkvi_figures;
 
 static void tkvi_figure_size(tkvi_out *o, const void *at) {
@@ -24274,6 +24855,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "tier=\"archive\"", NULL),
     TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
                 "Tokens outside RAM; they count in their tier as well."),
+    TKVI_FIGURE(TKVI_TOKENS, "missing", tkvi_figure_count, missing, "tkv_tokens_missing", NULL,
+                "Tokens that a model must compute again; they are in no tier."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
@@ -24301,6 +24884,18 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "Blocks that the present level would still recode."),
     TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
                 "Calls that the budget had no room for."),
+    TKVI_FIGURE(TKVI_KEEPING, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
+                "Tokens of layers that were dropped for good."),
+    TKVI_FIGURE(TKVI_KEEPING, "spilled", tkvi_figure_count, budget.spilled, "tkv_blocks_spilled_total", NULL,
+                "Blocks that went outside RAM."),
+    TKVI_FIGURE(TKVI_KEEPING, "unstored", tkvi_figure_count, budget.unstored, "tkv_blocks_unstored_total",
+                NULL, "Blocks and exact copies that the store failed for."),
+    TKVI_FIGURE(TKVI_KEEPING, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
+                NULL, "Blocks that were brought back into RAM or to a better format."),
+    TKVI_FIGURE(TKVI_KEEPING, "dropped", tkvi_figure_count, budget.dropped, "tkv_blocks_dropped_total", NULL,
+                "Blocks that were dropped because a model can compute them again."),
+    TKVI_FIGURE(TKVI_KEEPING, "recomputed", tkvi_figure_count, budget.recomputed,
+                "tkv_blocks_recomputed_total", NULL, "Blocks that came back by that."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -24328,6 +24923,21 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
     return most;
 }
 
+/* Tokens of blocks that nobody has; a block that sequences share counts once. */
+static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i;
+    for (seq = 0; kv->pool.n_absent && seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < list->n; i++)
+                if (tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                    n += (uint64_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        }
+    return n;
+}
+
 static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     int seq;
     tkv_status st;
@@ -24339,7 +24949,10 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_quality(kv, &f->quality);
     if (!st) st = tkv_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
+    f->has[TKVI_KEEPING] =
+        kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat || kv->vacated;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
+    f->missing = tkvi_missing_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
         const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);

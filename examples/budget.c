@@ -195,7 +195,8 @@ static void on_event(void *user, const tkv_event *e) {
         enter(s, e->to);
         fprintf(stderr, "%6s tokens  level %d -> %d (%s): %s\n", commas(s->done), e->from, e->to,
                 s->stages[e->to].formats, e->text);
-    } else fprintf(stderr, "%6s tokens  refused: %s\n", commas(s->done), e->text);
+    } else if (e->kind == TKV_EVENT_BUDGET)
+        fprintf(stderr, "%6s tokens  refused: %s\n", commas(s->done), e->text);
 }
 
 /* >>running */

@@ -71,8 +71,9 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went; *last: where the last of it ended. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
+ * where the last of it ended, if that is further. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -85,8 +86,8 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
+            if (!really) continue;
             b->page = TKVI_NIL;
-            b->slot = 0;
             kv->pool.n_spilled++;
             kv->pool.n_absent++;
             kv->vacated++;
@@ -101,17 +102,19 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
     return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
 }
 
-/* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
+/* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
+ * layers, what else may. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start = 0, end = 0, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
-        if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
-            continue;
+        if (!tkvi_first_here(kv, seq, &start, &end)) continue;
+        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
+        if (!tkvi_vacate(kv, seq, end, 0, &last)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to, &end) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, 1, &last) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */

@@ -102,7 +102,8 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     tkvi_recoding r;
     if (tkvi_spilled(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
-    if (tkvi_lazy(kv) && !tkvi_tighter(kv, b->coding, coding)) return;
+    /* also where a budget has ended: a level's blocks do not get looser */
+    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
     if (paper) {
         tkvi_peak_take(paper, coding);
         if (b->refs == 1) tkvi_peak_give(paper, b->coding);

@@ -369,14 +369,19 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
-    TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
-    TKV_EVICT_SLIDING,      /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
-    TKV_EVICT_H2O,          /* "h2o": least attention since it came (2306.14048) */
-    TKV_EVICT_SNAPKV,       /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
-    TKV_EVICT_PYRAMIDKV,    /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
-    TKV_EVICT_TOVA,         /* "tova": least weight from the last query (2401.06104) */
-    TKV_EVICT_KNORM,        /* "knorm": longest keys (2406.11430) */
-    TKV_EVICT_KEYDIFF,      /* "keydiff": keys most like the mean of all keys' directions (2504.15364) */
+    TKV_EVICT_NONE = 0,  /* "none": TKV_ERR_BUDGET where something would have to go */
+    TKV_EVICT_SLIDING,   /* "sliding": the oldest but the sinks (StreamingLLM, arXiv 2309.17453) */
+    TKV_EVICT_H2O,       /* "h2o": least attention since it came (2306.14048) */
+    TKV_EVICT_SNAPKV,    /* "snapkv": least pooled attention of the prompt's last queries (2404.14469) */
+    TKV_EVICT_PYRAMIDKV, /* "pyramidkv": the same, within budgets of tkv_evict_budgets (2406.02069) */
+    TKV_EVICT_TOVA,      /* "tova": least weight from the last query (2401.06104) */
+    /* "knorm": longest keys (2406.11430). Norms are kept from when the keys came, but where cfg.importance_every or
+     * cfg.n_anchors has the place: then keys are decoded for each batch */
+    TKV_EVICT_KNORM,
+    /* "keydiff": keys most like the mean of all keys' directions (2504.15364). Each batch decodes all keys twice, as
+     * the mean moves: with 65,536 tokens of one KV head of 128, batches of 64 and TKV_NO_SIMD 1.3 ms an append, where
+     * "knorm" takes .1 */
+    TKV_EVICT_KEYDIFF,
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest, sinks or not */
     TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
@@ -409,6 +414,7 @@ typedef enum tkv_event_kind {
     TKV_EVENT_BUDGET, /* an append, reservation or smaller budget was refused; `bytes` were asked for in all */
     TKV_EVENT_TABLE,  /* a layer has a (new) table of A, R or KVQUANT formats */
     TKV_EVENT_EVICT,  /* the tokens at these positions of a layer were dropped */
+    TKV_EVENT_SPILL,  /* a block of a layer went outside RAM, positions `from` to `to` - 1, `bytes` of RAM */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
@@ -524,7 +530,8 @@ TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back 
  * cfg.allocator is not used. `mem` may have any alignment, stays the caller's and must outlive the cache;
  * tkv_destroy then has nothing to do. tkv_required_bytes is enough for every sequence at
  * max_tokens (not for blocks that TKV_FLUSH_ALL made short: TKV_ERR_CAPACITY then). TKV_ERR_CONFIG without
- * max_tokens, or if it is more than this machine can address. */
+ * max_tokens, or if it is more than this machine can address; TKV_ERR_BUDGET if cfg.budget_bytes has no
+ * room for the index of max_tokens and for pages. */
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes);
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
 
@@ -532,7 +539,7 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * [n][n_kv_heads][v_head_dim], float, keys after RoPE. First older blocks that are due move down a tier
  * (so a new chunk stays exact until the next append), then the tokens are stored in the hot format.
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
- * TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
+ * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
@@ -559,8 +566,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * the step; appends inside it demote nothing and add at most max_append tokens per layer; tkv_commit checks
  * that every layer got the same number of tokens (TKV_ERR_STATE otherwise, the step stays open); tkv_abort
  * takes the step's tokens away again, leaving the cache as after tkv_begin (what attention told of the layers'
- * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM; it
- * costs the encoding that is due, the others O(layers). */
+ * queries stays with the statistics). Out of order: TKV_ERR_STATE. tkv_begin can fail with TKV_ERR_NOMEM, or
+ * TKV_ERR_BUDGET; it costs the encoding that is due, the others O(layers). */
 TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
@@ -649,7 +656,8 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Demotes now what would wait (see tkv_flush_mode), for an idle moment or a sequence that is finished; with
  * FULL and ALL the warm tier then begins at the newest token. A and R formats without a table get one of what
- * there is, which serves until 2,048 tokens have come. TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
+ * there is, which serves until 2,048 tokens have come. Errors, nothing changed: TKV_ERR_BUDGET (a budget is so full
+ * that there is no page to recode into: nothing makes room for it), TKV_ERR_NOMEM, or TKV_ERR_CAPACITY in place;
  * TKV_ERR_STATE in an open step. Cost: one encoding per block. */
 TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
 
@@ -670,17 +678,17 @@ TKV_API int tkv_calibrated_layers(const tkv_cache *kv); /* layers that have a ta
  * without a table are left out. TKV_ERR_ARG: dst is too small, nothing written. */
 TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes);
 /* Uses it from the next block on; blocks that are there keep the table they were coded with, of which four can
- * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged, or of
- * another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
+ * exist (in place: two): TKV_ERR_CAPACITY if blocks use all, TKV_ERR_BUDGET, TKV_ERR_NOMEM. TKV_ERR_DATA: damaged,
+ * or of another model (layers, KV heads, head dimensions); any bytes are safe to try. The plan may differ from that
  * of the cache that saved; a layer that needs what was not saved (A and R formats one thing, KVQUANT another)
  * goes on learning. TKV_ERR_DATA also if a layer has KVQUANT formats with another cfg.rope or other bits of
  * cfg.kvquant than NORM. */
 TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size);
 /* Makes the missing tables now, of the tokens that are not yet in the archive, and stops learning. TKV_ERR_STATE: a
- * layer without a table has none but sinks. TKV_ERR_NOMEM. */
+ * layer without a table has none but sinks. TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv);
 /* Learns anew from the next 2,048 tokens, for a sequence that has changed its subject; then as after a load.
- * TKV_ERR_NOMEM. */
+ * TKV_ERR_BUDGET, TKV_ERR_NOMEM. */
 TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv);
 
 /* Keys and values of one layer to learn a table of KVQUANT formats from, as a forward pass gives them. */
@@ -699,8 +707,8 @@ typedef struct tkv_samples {
  * out, as the sinks are. Then as after a load; tkv_calibration_save keeps it. Errors, nothing changed:
  * TKV_ERR_ARG (no such layer, a layer without KVQUANT formats, or with A or R as well; a pointer is missing,
  * a number out of range), TKV_ERR_NONFINITE (or a weight is negative), TKV_ERR_STATE in an open step,
- * TKV_ERR_CAPACITY and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and one more
- * for each 4096 / head_dim hundreds of tokens. */
+ * TKV_ERR_CAPACITY, TKV_ERR_BUDGET and TKV_ERR_NOMEM as tkv_calibration_load. Cost: 3 passes over the samples, and
+ * one more for each 4096 / head_dim hundreds of tokens. */
 TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 
 /* >>reports. */
@@ -746,7 +754,11 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
  * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
  * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
- * next). TKV_ERR_CONFIG if it is more than this machine can address. */
+ * next). With cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last
+ * one with as few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat);
+ * as many tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and
+ * the cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
+ * this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
 /* >>quality meter. What compression costs, measured while the cache runs: attention of some queries is
@@ -826,7 +838,8 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * The average pressure (cfg.policy) decides when the next level begins: by default the first at 80 %, the others at
  * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
- * has changed. cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * has changed; only where an allocator or a store fails half-way, what made room until then stays.
+ * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
  * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
@@ -863,8 +876,11 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
  * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
 TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure);
-/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level; allocates
- * nothing. TKV_ERR_ARG without a budget. */
+/* Most tokens that n_seqs sequences can have each, token by token, within cfg.budget_bytes at the last level and with
+ * what the config has beyond it: cfg.max_tokens where cfg.evict makes room for ever (that is, where what eviction
+ * leaves in any case fits); with cfg.spill as far as the index goes; with cfg.remat each in turn, while the others
+ * wait. What fits can be a tenth more (with cfg.spill twice as much: the index grows in steps), never less.
+ * Allocates nothing. TKV_ERR_ARG without a budget. */
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens);
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
@@ -874,13 +890,13 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
  * leaves level 0, exact blocks go). A store that fails leaves the block where it is; an append that needed the
- * room drops tokens if there is cfg.evict, else, or where that does not do, it gets TKV_ERR_BUDGET (tokens that
- * were dropped for it are gone then). What is outside is not dropped for bytes. Where a fetch fails, tkv_attend,
- * tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that were stored
- * TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of queries may
- * have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of formats are
- * learned from what is in RAM. tkv_attend takes 36 KiB of stack more; tkv_estimate and tkv_max_context know
- * nothing of it. */
+ * room drops tokens if there is cfg.evict and that does it, else it gets TKV_ERR_BUDGET and none have gone (but
+ * where only dropping first, then storing what is left, had made room: seldom, with budgets for a few blocks).
+ * What is outside is dropped for bytes only where its entries in the index have to make room. Where a fetch fails,
+ * tkv_attend, tkv_attend_ex, tkv_attend_reference and tkv_read return TKV_ERR_IO, where bytes are not those that
+ * were stored TKV_ERR_DATA: what they were to write is undefined then, the cache is as it was (statistics of
+ * queries may have seen some), and they may be called again. tkv_truncate cannot cut what is outside. Tables of
+ * formats are learned from what is in RAM. tkv_attend takes 36 KiB of stack more. */
 /* Most bytes of one key, for a store that gives each key the same room. TKV_ERR_CONFIG. */
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes);
 /* By hand, with or without a budget: up to n_blocks blocks go, oldest first, of a layer or (TKV_ALL) of each layer, if
@@ -1229,7 +1245,13 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
  * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
+ * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
+ * only if all resorts together do not make room for it ("keydiff", "user", "knorm" with cfg.importance_every, and any
+ * with cfg.n_anchors may be refused some blocks before: who goes depends on what is compressed until then; with
+ * anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come when tokens have gone: index
+ * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
+ * heads as one.
  *
  * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
  * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
@@ -1331,7 +1353,7 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
  * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
  * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
- * batch, or each in a step of its own. Not known to tkv_estimate and tkv_max_context. */
+ * batch, or each in a step of its own. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */

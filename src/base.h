@@ -214,6 +214,7 @@ typedef struct tkvi_heap {
     tkv_allocator from;
     size_t held, peak;
     size_t limit; /* never more than this; 0: no limit */
+    int at_limit; /* the last request was refused because of it */
 } tkvi_heap;
 
 #ifndef TKV_NO_MALLOC
@@ -243,7 +244,8 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
-    if (heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held)) return NULL;
+    heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
+    if (heap->at_limit) return NULL;
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;

@@ -26,6 +26,7 @@ typedef struct tkvi_list {
         tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
     int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
     int step_len; /* len when the open step began */
+    int left;     /* blocks, on paper: as far as a call that needs room may go (budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
@@ -55,6 +56,13 @@ typedef struct tkvi_ears {
     int tokens; /* appended since it listens; -1: it does not */
     int used;   /* that many when the factors were made last; 0: never */
 } tkvi_ears;
+
+/* What a call asks room for, beside slots (tkv_cache.need). */
+typedef struct tkvi_order {
+    const tkv_rows *rows; /* tokens for lists */
+    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    int64_t blocks;       /* entries of the block table, beyond those of slots */
+} tkvi_order;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -92,7 +100,11 @@ struct tkv_cache {
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
-    int64_t *need;    /* [2][n_classes] work space: slots that a call asks for, slots after it */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    tkvi_order order; /* valid during the call */
+    int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
+    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
@@ -101,7 +113,6 @@ struct tkv_cache {
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
     uint64_t evicted, merged;
-    int for_bytes; /* tokens are dropped to win bytes: those outside stay */
     size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
     char error[160];
 };
@@ -307,6 +318,22 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
 /* >>statistics: a piece that is there while a layer listens */
 static size_t tkvi_asked_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
@@ -353,7 +380,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->seqs = tkvi_align_up(n);
     if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 7, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
@@ -424,7 +451,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.live = kv->peak_live + 2 * classes;
     kv->pool.promised = kv->pool.live + classes;
     kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 2 * classes);
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
     at += s.counts;
     if (s.seen) {
         kv->seen = (int *)(void *)at;

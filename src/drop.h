@@ -109,9 +109,10 @@ static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
     return 1;
 }
 
-/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it, as many as
- * there is room for. Both are of one tier, and not the last. */
-static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i) {
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
+ * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
+                         int press) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const int key = kv->tables.coding[a->coding].key;
     int room, n;
@@ -122,8 +123,9 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (press) return room;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
 }
 
@@ -182,11 +184,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         return;
     }
     b->gone |= there;
+    tkvi_forget_copy(&kv->pool, ids[i + 1]);
     tkvi_begin_later(kv, list, ids, i + 1);
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
-static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
@@ -195,7 +198,7 @@ static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer) {
             tkvi_drop_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i)) > 0)
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
@@ -270,9 +273,27 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
     }
 }
 
+/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+typedef struct tkvi_spared {
+    int outside; /* tokens outside RAM: they take none but of the index */
+    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
+    const tkvi_rule *rule;
+    int vacant;
+} tkvi_spared;
+
+/* Is block i outside, or would be? */
+static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (!s || !s->rule || i < list->sinks) return 0;
+    return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
+           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
+}
+
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
 static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                tkvi_choice *c) {
+                                const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
@@ -283,20 +304,22 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        const int first = c->n;
+        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
         kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
         tkvi_mass_now(kv, ids[i], list->len, newest, mass);
-        if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
             if (!(there >> t & 1)) continue;
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
+            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
-                (p && p->pinned && tkvi_has(p->pinned, at)))
+            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -330,50 +353,69 @@ static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict
     return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
 }
 
-/* The tokens at these places of a view go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
+/* The tokens at these places of a view shall go. */
+static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, at = 0, gone = 0;
+    int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
-        tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c->victims, at++)) b->gone |= (uint64_t)1 << t;
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
     }
-    for (i = 0; i < c->n; i++)
-        if (tkvi_has(c->victims, i)) c->position[gone++] = c->position[i];
-    kv->evicted += (uint64_t)gone;
-    tkvi_close_ranks(kv, seq, layer);
-    if (gone) tkvi_tell_gone(kv, seq, layer, c->position, gone);
 }
 
-/* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
-static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                             const tkv_evict_params *p, int keep, int really) {
+/* They go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int *position = tkvi_choice_of(kv).position;
+    int i, t, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+        kv->pool.block[ids[i]].gone |= *chosen;
+        *chosen = 0;
+    }
+    kv->evicted += (uint64_t)gone;
+    tkvi_close_ranks(kv, seq, layer, press);
+    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
+}
+
+/* Who goes so that at most `keep` tokens of a layer stay. */
+static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                              const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                              tkvi_choice *c) {
     const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
-    tkvi_choice c;
-    tkv_evict_view v;
     tkv_status st;
-    int needs;
     if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
-    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
-    v = tkvi_look(kv, seq, layer, p, needs, &c);
-    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
-    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
-    st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
-    if (!st && really) tkvi_let_go(kv, seq, layer, &c);
-    return st;
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkv_evict_score(&by, &v, c->score)) != TKV_OK) return st;
+    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
 /* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
-static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep) {
+static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                               tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1) == TKV_OK) return;
+    if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.kind = TKV_EVICT_SLIDING;
-    (void)tkvi_evict(kv, seq, layer, &oldest, NULL, keep, 1);
+    (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
+}
+
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                              int press) {
+    tkvi_choice c;
+    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_note_victims(kv, seq, layer, &c);
+    tkvi_let_go(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -388,12 +430,17 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least =
         tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least));
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
 /* >>under a budget that no level holds: the next resort */
-/* Tokens of a list that stay in any case: those outside take no bytes. */
-static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
+/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
+static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
+}
+
+/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -401,64 +448,34 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
     n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
+        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
                               ? tkvi_there_in(kv, list, ids, i)
-                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* Blocks that may be left of a list when all has gone that may: two that did not fit into one are more than half full,
- * but for the last of each stretch of a tier and format; those outside all stay. Where tokens cannot move, blocks
- * are not merged at all. */
-static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
-    const int stay = tkvi_stay_of(kv, seq, layer);
-    int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
-    for (i = list->sinks; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        stretches += kv->tables.coding[b->coding].key != key ||
-                     (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
-        key = kv->tables.coding[b->coding].key;
-        shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
-        if (!tkvi_spilled(b)) continue;
-        out++;
-        tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
-        key = -1;
-    }
-    if (shared || (tkvi_binds(kv) && !in_order)) return list->n;
-    if (in_order) return tkvi_min(list->n, list->sinks + held + (stay - tokens_out) / TKVI_BLOCK + 3);
-    return tkvi_min(list->n, list->sinks + out + stretches + 2 * (stay - tokens_out) / TKVI_BLOCK);
-}
-
-/* Blocks behind the sinks that eviction would give back for sure; those that stay count as the newest, the largest. */
-static int tkvi_may_go(const tkv_cache *kv, int seq, int layer) {
-    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    return tkvi_list_of(kv, seq, layer)->n - tkvi_rest_of(kv, seq, layer);
-}
-
 /* A batch of tokens goes from the list that has most to give. 0: none has. */
-static int tkvi_evict_some(tkv_cache *kv) {
+static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.outside = !outside_too;
     for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
         for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_stay_of(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
             if (spare <= most) continue;
             most = spare;
             of_seq = seq;
             of_layer = layer;
             count = n;
         }
-    kv->for_bytes = 1;
     if (most > 0)
         tkvi_evict_surely(kv, of_seq, of_layer,
-                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64));
-    kv->for_bytes = 0;
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
     return most > 0;
 }
 

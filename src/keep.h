@@ -24,6 +24,7 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
     tkv_evict_config full;
+    tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
     if (!kv || !p) return TKV_ERR_ARG;
@@ -35,11 +36,17 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes */
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
-            st = tkvi_evict(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), pass);
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+                             &c);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
     tkvi_settle(kv, p->seq);
@@ -55,12 +62,13 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, &c);
+        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_let_go(kv, seq, l, &c);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
     }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);

@@ -285,6 +285,7 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
 
 /* What those say who could not get the memory. */
 static tkv_status tkvi_no_table(tkv_cache *kv) {
+    if (kv->heap.at_limit) return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for tables", 0, NULL);
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for tables", 0, NULL);
 }
 

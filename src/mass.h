@@ -12,6 +12,12 @@
 
 #include "cache.h"
 
+/* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
+ * are not decoded for each batch, and are those of the keys that came. */
+static int tkvi_keeps_norms(const tkv_cache *kv) {
+    return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
+}
+
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
     int t;

@@ -16,6 +16,7 @@
 #include "plan.h"
 
 #define TKVI_NIL 0xffffffffu
+#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
 
 typedef struct tkvi_page {
     uint8_t *bytes;
@@ -28,24 +29,26 @@ typedef struct tkvi_page {
 
 typedef struct tkvi_block {
     uint32_t refs;         /* lists that hold it; 0: this entry is free */
-    uint32_t page;         /* or the next free entry; TKVI_NIL: its bytes are outside (spill.h) */
-    uint16_t slot, coding; /* slot, outside: the mark of what was stored; 0: nobody has it (absent.h) */
+    uint32_t page;         /* or the next free entry; TKVI_NIL: nobody has it (absent.h); */
+    uint16_t slot, coding; /* TKVI_OUTSIDE: page and slot have the mark of what was stored (spill.h) */
     int start;             /* it covers positions from here to the next block's start */
     uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
     int16_t
         packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
     uint16_t
         via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
-    uint16_t copy, copy_mark; /* 0, or 1 + the coding of an exact copy outside; the mark of that */
+    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
+    uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got (mass.h) */
+    uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
     uint64_t pinned;    /* bits: they stay */
     uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
     int until;
     int step;  /* when mass was last added to */
     int moved; /* 0, or 1 + the list's length when the block last changed its tier */
@@ -66,7 +69,7 @@ typedef struct tkvi_pool {
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
     uint32_t n_absent;                        /* ... and of these, those that nobody has */
-    uint16_t marks;                           /* what was stored last (spill.h) */
+    uint64_t marks;                           /* what was stored last (spill.h): 47 bits */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
     int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
@@ -340,14 +343,14 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 /* >>outside: what the caller's store has of a block, under key 2 * number + this */
 typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
 
-static int tkvi_spilled(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
 /* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return tkvi_spilled(b) && b->slot == 0; }
+static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
-static uint16_t tkvi_next_mark(tkvi_pool *pool) {
-    if (++pool->marks == 0) pool->marks = 1;
-    return pool->marks;
+/* The mark of what was stored of it. */
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
 
 static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }

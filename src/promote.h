@@ -46,9 +46,8 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
     tkvi_peak paper = tkvi_paper(kv);
     tkvi_peak_take(&paper, coding);
     if (tkvi_lazy(kv)) {
-        tkvi_need_of(kv, &paper);
-        if (tkvi_bytes_with(kv, tkvi_slots_now(kv), tkvi_blocks_growth(kv, &paper)) >
-            kv->tables.cfg.budget_bytes)
+        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
@@ -116,7 +115,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
     if (what == TKVI_COPY) b->via = 0;
-    if (old_page != TKVI_NIL) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));

@@ -124,7 +124,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last, &end) > 0 && dropped) *dropped = end - first;
+    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -147,12 +147,12 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to, &last);
+    won = tkvi_vacate(kv, seq, to, 1, &last);
     if (tighten) {
-        memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+        tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, 0, kv->tables.cfg.budget_bytes);
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
     }
     if (freed) *freed = won;
     tkvi_settle(kv, seq);
@@ -294,10 +294,10 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     kv->seq[seq].used = ++kv->clock;
     paper = tkvi_paper_give(kv, seq, layer, first, last);
     if (tkvi_lazy(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes, index = tkvi_blocks_growth(kv, &paper);
+        const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget))
+        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
         paper = tkvi_paper_give(kv, seq, layer, first, last);
     }

@@ -248,6 +248,39 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     return s;
 }
 
+/* Blocks of one list that are not in RAM, at most: as spill.h and absent.h let them go. */
+typedef struct tkvi_away {
+    int64_t blocks;
+    int missing; /* nobody has them, and their tokens are in no tier */
+} tkvi_away;
+
+/* The oldest of a list go, what is of the hot tail and the last two blocks not. */
+static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                           int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
+    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
+    const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
+    /* as it is when the last of them begins, which needs most room */
+    const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
+    go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
+    if (go > away->blocks) go = away->blocks;
+    for (i = 0; i < TKV_TIER_COUNT && go > 0; i++) {
+        const tkv_tier t = order[i];
+        const int64_t k = go < s->blocks[t] ? go : s->blocks[t];
+        const tkvi_bytes *bytes = &h->bytes[p->now.key[t]];
+        go -= k;
+        s->blocks[t] -= k;
+        if (away->missing) {
+            s->tokens[t] -= k * TKVI_BLOCK;
+            continue;
+        }
+        m->spilled.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
+        m->spilled.codes += (size_t)(k * n_seqs) * bytes->codes;
+        m->spilled.metadata += (size_t)(k * n_seqs) * bytes->metadata;
+    }
+}
+
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
                             int64_t tokens, int64_t *live) {
     m->tier[tier].tokens += (size_t)tokens;
@@ -258,27 +291,47 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tk
 
 /* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
-                              int64_t n_seqs, int waiting, int64_t *live) {
+                              int64_t n_seqs, int waiting, const tkvi_away *away, int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
-    int64_t here = s.sink_tokens > 0;
+    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
+    if (away->blocks) tkvi_send_away(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
-        here += s.blocks[tier];
-    }
     return here;
 }
 
+/* Entries that an array had before it grew to have room for so many. */
+static size_t tkvi_cap_before(int64_t want) {
+    const uint32_t cap = tkvi_cap_for(want);
+    uint32_t had = 16;
+    while (had + had / 4 < cap) had += had / 4;
+    return had < cap ? had : 0;
+}
+
+/* How far a cache has gone beyond its levels. */
+typedef struct tkvi_stretch {
+    int64_t outside, missing; /* blocks of each list; of each list but one sequence's */
+} tkvi_stretch;
+
 /* The bytes with every layer's plan as this level has it. */
-static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n_seqs, tkv_memory_info *out) {
+static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch *stretch, int n_tokens,
+                                   int n_seqs, tkv_memory_info *out) {
     tkvi_rule rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
+    tkvi_away outside, missing;
     int i, c;
+    const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
+    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+    outside.blocks = stretch->outside;
+    missing.blocks = stretch->missing;
+    outside.missing = 0;
+    missing.missing = 1;
     if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -293,10 +346,11 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
             waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting, 0, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &missing, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -315,65 +369,110 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, int n_tokens, int n
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
-        m.index +=
-            (size_t)tkvi_cap_for(most + 1) * sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
     m.peak = m.total;
     if (h->cfg.budget_bytes &&
         all) /* a table that grows is there twice for a moment: what it had before, too */
-        m.peak += tkvi_cap_for(all) / 5 * 4 * tkvi_block_entry(&h->cfg) +
-                  tkvi_cap_for(pages) / 5 * 4 * sizeof(tkvi_page);
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+                  tkvi_cap_before(pages) * sizeof(tkvi_page) +
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
+}
+
+/* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
+static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+    const size_t budget = h->cfg.budget_bytes;
+    const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
+    tkvi_stretch stretch;
+    int64_t low = 0, high;
+    tkv_status st;
+    int level;
+    memset(&stretch, 0, sizeof stretch);
+    for (level = h->cfg.policy.min_level;; level++) {
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || !budget || m->peak <= budget) return st;
+        if (level == h->cfg.policy.max_level) break;
+    }
+    if (h->cfg.spill.store) { /* as few as it takes */
+        for (high = most; low < high;) {
+            stretch.outside = low + (high - low) / 2;
+            st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+            if (!st && m->peak <= budget) high = stretch.outside;
+            else low = stretch.outside + 1;
+        }
+        stretch.outside = high;
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || m->peak <= budget) return st;
+    }
+    if (!h->cfg.remat) return TKV_ERR_BUDGET;
+    stretch.missing = most;
+    st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+    return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
+}
+
+/* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
+ * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
+static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
+    tkv_evict_config cfg;
+    int64_t n;
+    if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
+    (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
+    if (h->cfg.spill.store) n *= TKVI_BLOCK;
+    return n < n_tokens ? (int)n : n_tokens;
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
     tkvi_shape h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int level;
+    int least, keep;
     if (st) return st;
     if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
         return TKV_ERR_ARG;
-    for (level = h.cfg.policy.min_level;; level++) {
-        st = tkvi_estimate_at(&h, level, n_tokens, n_seqs, &m);
-        if (st) return st;
-        if (!h.cfg.budget_bytes || m.peak <= h.cfg.budget_bytes) break;
-        if (level == h.cfg.policy.max_level) return TKV_ERR_BUDGET;
+    keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
+    st = tkvi_estimate_within(&h, keep, n_seqs, &m);
+    if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
+        (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
+        while (least < keep) { /* the most that it holds */
+            const int n = least + (keep - least + 1) / 2;
+            if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) least = n;
+            else keep = n - 1;
+        }
+        st = tkvi_estimate_within(&h, least, n_seqs, &m);
     }
-    *out = m;
-    return TKV_OK;
-}
-
-/* Does a level hold that? */
-static int tkvi_holds(tkvi_shape *h, int n_tokens, int n_seqs) {
-    tkv_memory_info m;
-    int level;
-    for (level = h->cfg.policy.max_level; level >= h->cfg.policy.min_level; level--)
-        if (tkvi_estimate_at(h, level, n_tokens, n_seqs, &m) == TKV_OK && m.peak <= h->cfg.budget_bytes)
-            return 1;
-    return 0;
+    if (!st) *out = m;
+    return st;
 }
 
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
     tkvi_shape h;
+    tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int low = 0, high, step; /* all up to low fit, high + 1 does not */
+    int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
     if (st) return st;
     if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
     high = h.cfg.max_tokens;
+    least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
+    least = tkvi_evicts_to(&h, least);
+    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* what is too much goes */
+        *n_tokens = high;
+        return TKV_OK;
+    }
     /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
     for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
-        if (tkvi_holds(&h, low + step, n_seqs)) continue;
+        if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
         high = low + step - 1;
         break;
     }
     while (low < high) {
         const int n = low + (high - low + 1) / 2;
-        if (tkvi_holds(&h, n, n_seqs)) low = n;
+        if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) low = n;
         else high = n - 1;
     }
     *n_tokens = low;

@@ -17,26 +17,6 @@ static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-/* Does the tail have a block that takes another token? */
-static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                          const uint32_t *ids) {
-    int last = list->n - 1, room;
-    if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
-    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
-    room = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
-}
-
-/* Blocks that n more tokens open, and the sink block among them. */
-static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                           const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_room(kv, p, list, ids);
-    *sink = rest > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) rest -= p->sink;
-    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
-}
-
 static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -232,6 +212,19 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     }
 }
 
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
 static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
                        int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -247,7 +240,10 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
             kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] = 0;
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
             const tkvi_record *r = &c->record[h];
@@ -270,14 +266,6 @@ static void tkvi_watch(tkv_cache *kv, int seq) {
 /* >>append */
 static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
-}
-
-/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
-static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
-    int sink;
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
-           1;
 }
 
 static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
@@ -326,17 +314,6 @@ static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int
         if (failed) list->chunk = list->chunk_was;
         else list->chunk_was = list->chunk, list->chunk = list->len;
     }
-}
-
-/* Bytes by which block lists and the block table grow. */
-static size_t tkvi_rows_growth(const tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                               const tkvi_peak *paper) {
-    size_t index = tkvi_blocks_growth(kv, paper);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n)
-            index += tkvi_list_growth(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, layer, rows[i].n));
-    return index;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
@@ -393,16 +370,16 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_lazy(kv)) {
-        const size_t budget = cfg->budget_bytes, index = tkvi_rows_growth(kv, p->layer, rows, n_rows, &paper),
+        const size_t budget = cfg->budget_bytes,
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_need_of(kv, &paper);
-        fits = tkvi_fits_somewhere(kv, index, budget, &takes);
+        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        fits = tkvi_fits_somewhere(kv, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
-        if (!fits || !tkvi_make_room(kv, index, budget)) {
+        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
@@ -485,12 +462,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
         }
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
-    if (!ready)
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         tkvi_lazy(kv)       ? TKV_ERR_BUDGET
+                         budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
+    }
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -599,7 +578,8 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak paper;
-    int len, layer, had, want = 0, ready = 1;
+    tkv_rows row;
+    int len, layer, had, want, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n < 1 || n > kv->tables.cfg.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -607,22 +587,18 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     if (n > kv->tables.cfg.max_tokens - len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
                          " more tokens");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        int more = len + n - tkvi_list_of(kv, seq, layer)->len;
-        if (kv->tables.plan[layer].stored == layer && more > 0)
-            want = tkvi_max(want, tkvi_list_want(kv, seq, layer, more));
-    }
+    row.seq = seq;
+    row.n = n;
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
     paper = tkvi_paper(kv);
     if (tkvi_lazy(kv)) {
-        const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_need_of(kv, &paper);
-        if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
+        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
@@ -633,6 +609,7 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
          layer++) /* the first table can be due; others wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
+    want = tkvi_row_want(kv, &row, -1, 0);
     if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);

@@ -3,8 +3,9 @@
  *
  * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
  * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
- * the key, the head, the start and the coding of the block, and of a mark that is another for each block that goes
- * out: bytes that are damaged, misplaced or of an earlier block of that number are found out.
+ * the key, the head, the start and the coding of the block, and of a mark: bytes that are damaged, misplaced or of an
+ * earlier block of that number are found out. Marks of blocks are 47 bits and never come again; those of copies count
+ * the copies of a block's number, so one comes again when a store has lost the 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
  *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
@@ -35,9 +36,9 @@ typedef struct tkvi_room {
 static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
 
 static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
-                                uint16_t mark, int head, int part) {
+                                uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
-    uint8_t text[20];
+    uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
     p.from = r->at + (part ? r->v_at : 0);
@@ -47,7 +48,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
     tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
     tkvi_store32(text + 12, (uint32_t)coding);
-    tkvi_store32(text + 16, mark);
+    tkvi_store32(text + 16, (uint32_t)mark);
+    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
     p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
     return p;
 }
@@ -78,7 +80,7 @@ static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *
 
 /* >>out */
 /* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
-static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint16_t mark) {
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint64_t mark) {
     TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
@@ -103,21 +105,28 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = &kv->pool.block[id];
     if (!kv->tables.cfg.spill.keep_exact || !kv->tables.cfg.spill.store || b->copy || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
-    if (!tkvi_store_block(kv, id, TKVI_COPY, tkvi_next_mark(&kv->pool))) return;
-    b->copy = (uint16_t)(b->coding + 1);
-    b->copy_mark = kv->pool.marks;
+    b->copy_mark++;
+    if (tkvi_store_block(kv, id, TKVI_COPY, b->copy_mark)) b->copy = (uint16_t)(b->coding + 1);
 }
 
-/* May block i of a list go out by rule r? Of one holder, as old as what leaves the hot tier; no sinks, nothing of the
- * last append, and not the last two, from which attention takes what keys have in common. */
+/* Is there a place outside, as far as is known? */
+static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
+
+/* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
+    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+}
+
+/* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
+ * takes what keys have in common. */
 static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens, end;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    end = tkvi_block_end(kv, list, ids, i);
-    return end <= list->chunk && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
 }
 
 /* The oldest block of a list that may go out next; -1: there is none. */
@@ -140,18 +149,19 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
-    if (!tkvi_store_block(kv, id, TKVI_ITSELF, tkvi_next_mark(&kv->pool))) {
+    if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
         kv->store_failed = 1;
         return 0;
     }
     page = b->page;
     slot = b->slot;
-    b->page = TKVI_NIL;
-    b->slot = kv->pool.marks;
+    b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
+    b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_spilled++;
     kv->spilled++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
+    tkvi_tell_spilled(kv, seq, layer, i);
     return 1;
 }
 
@@ -164,8 +174,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p =
-        tkvi_piece_of(kv, id, what, coding, what == TKVI_COPY ? b->copy_mark : b->slot, head, part);
+    const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
     uint8_t hash[TKVI_SPILL_HASH];
     if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);

@@ -13,10 +13,10 @@
 #include "report.h"
 #include "text.h"
 
-enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_QUALITY, TKVI_SECTIONS };
+enum { TKVI_MEMORY, TKVI_TOKENS, TKVI_SEQUENCES, TKVI_BUDGET, TKVI_KEEPING, TKVI_QUALITY, TKVI_SECTIONS };
 
-static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens", "sequences", "budget",
-                                                              "quality"};
+static const char *const tkvi_section_names[TKVI_SECTIONS] = {"memory", "tokens",  "sequences",
+                                                              "budget", "keeping", "quality"};
 
 /* All that is told, taken once: readers may add to the meter while it is printed. */
 typedef struct tkvi_figures {
@@ -27,6 +27,7 @@ typedef struct tkvi_figures {
     tkv_quality_info quality;
     tkv_budget_info budget;
     uint64_t sequences, most_sequences, longest; /* that exist; cfg.max_seqs; tokens of one */
+    uint64_t missing;                            /* tokens that a model must compute again */
 } tkvi_figures;
 
 static void tkvi_figure_size(tkvi_out *o, const void *at) {
@@ -104,6 +105,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "tier=\"archive\"", NULL),
     TKVI_FIGURE(TKVI_TOKENS, "spilled", tkvi_figure_size, memory.spilled.tokens, "tkv_tokens_spilled", NULL,
                 "Tokens outside RAM; they count in their tier as well."),
+    TKVI_FIGURE(TKVI_TOKENS, "missing", tkvi_figure_count, missing, "tkv_tokens_missing", NULL,
+                "Tokens that a model must compute again; they are in no tier."),
     TKVI_FIGURE(TKVI_SEQUENCES, "count", tkvi_figure_count, sequences, "tkv_sequences", NULL,
                 "Sequences that exist."),
     TKVI_FIGURE(TKVI_SEQUENCES, "most", tkvi_figure_count, most_sequences, "tkv_sequences_max", NULL,
@@ -131,6 +134,18 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 "Blocks that the present level would still recode."),
     TKVI_FIGURE(TKVI_BUDGET, "refused", tkvi_figure_count, budget.refused, "tkv_budget_refused_total", NULL,
                 "Calls that the budget had no room for."),
+    TKVI_FIGURE(TKVI_KEEPING, "evicted", tkvi_figure_count, budget.evicted, "tkv_tokens_evicted_total", NULL,
+                "Tokens of layers that were dropped for good."),
+    TKVI_FIGURE(TKVI_KEEPING, "spilled", tkvi_figure_count, budget.spilled, "tkv_blocks_spilled_total", NULL,
+                "Blocks that went outside RAM."),
+    TKVI_FIGURE(TKVI_KEEPING, "unstored", tkvi_figure_count, budget.unstored, "tkv_blocks_unstored_total",
+                NULL, "Blocks and exact copies that the store failed for."),
+    TKVI_FIGURE(TKVI_KEEPING, "promoted", tkvi_figure_count, budget.promoted, "tkv_blocks_promoted_total",
+                NULL, "Blocks that were brought back into RAM or to a better format."),
+    TKVI_FIGURE(TKVI_KEEPING, "dropped", tkvi_figure_count, budget.dropped, "tkv_blocks_dropped_total", NULL,
+                "Blocks that were dropped because a model can compute them again."),
+    TKVI_FIGURE(TKVI_KEEPING, "recomputed", tkvi_figure_count, budget.recomputed,
+                "tkv_blocks_recomputed_total", NULL, "Blocks that came back by that."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -158,6 +173,21 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
     return most;
 }
 
+/* Tokens of blocks that nobody has; a block that sequences share counts once. */
+static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i;
+    for (seq = 0; kv->pool.n_absent && seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < list->n; i++)
+                if (tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                    n += (uint64_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        }
+    return n;
+}
+
 static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     int seq;
     tkv_status st;
@@ -169,7 +199,10 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_quality(kv, &f->quality);
     if (!st) st = tkv_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
+    f->has[TKVI_KEEPING] =
+        kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat || kv->vacated;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
+    f->missing = tkvi_missing_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) {
         const uint64_t tokens = (uint64_t)tkvi_seq_most(kv, seq);

@@ -491,6 +491,32 @@ TEST(budget_goes_down_and_up) {
     tkv_destroy(kv);
 }
 
+/* A budget ends, and the plan has looser formats than the budget's levels. */
+TEST(what_is_coded_stays_coded) {
+    tkv_config cfg = small(900 * 1000);
+    tkv_cache *kv;
+    int t, flush;
+    forget_all();
+    cfg.warm.k = cfg.warm.v = cfg.archive.k = cfg.archive.v = TKV_F16;
+    cfg.hot_tokens = 1;
+    cfg.warm_tokens = 16 * BLOCK;
+    cfg.quality_heads = 2;
+    cfg.quality_tokens = 8 * BLOCK;
+    kv = make(&cfg);
+    for (t = 0; t < 12 * BLOCK; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+    CHECK(budget_of(kv).recoded[budget_of(kv).level] > 0);
+    CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_set_level(kv, 3), TKV_OK); /* the plan: all in F16 */
+    for (t = 0; t < 12 * BLOCK; t++)
+        CHECK_EQ(append_all(kv, 0, 1), TKV_OK); /* some are due for the archive */
+    for (flush = TKV_FLUSH_DUE; flush <= TKV_FLUSH_ALL; flush++) {
+        CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)flush), TKV_OK);
+        sound(kv); /* copies of the meter are of blocks that are coded */
+    }
+    (void)all_read_well(kv);
+    tkv_destroy(kv);
+}
+
 TEST(idle_time_is_used) {
     tkv_config cfg = small(1000 * 1000);
     tkv_cache *kv = make(&cfg);
@@ -840,6 +866,7 @@ int main(int argc, char **argv) {
     RUN(last_append_is_exact);
     RUN(profiles_and_ladders);
     RUN(budget_goes_down_and_up);
+    RUN(what_is_coded_stays_coded);
     RUN(idle_time_is_used);
     RUN(pressure_from_outside);
     RUN(hot_tokens_and_level_by_hand);

@@ -257,6 +257,35 @@ TEST(rules_of_keys) {
     leaves_what_the_rule_says(TKV_EVICT_FIFO, 1);
 }
 
+TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by now */
+    static const tkv_pair tight = {TKV_KIVI2, TKV_KIVI2};
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    tkv_evict_view v;
+    uint64_t victims[WORDS];
+    float norms[600], scores[600];
+    twins t;
+    int i;
+    cfg.evict.kind = TKV_EVICT_KNORM;
+    cfg.warm = cfg.archive = tight;
+    t = twins_of(&cfg);
+    for (i = 0; i < 3; i++) CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    CHECK_EQ(tkv_read(t.whole, 0, 1, 0, 600, k_out, v_out), TKV_OK);
+    CHECK_EQ(tkv_evict_key_norms(k_out, 600, KV_HEADS, DIM, norms), TKV_OK);
+    memset(&v, 0, sizeof v);
+    v.n = 600;
+    v.norms = norms;
+    CHECK_EQ(tkv_evict_score(&cfg.evict, &v, scores), TKV_OK);
+    CHECK_EQ(tkv_evict_select(&cfg.evict, &v, scores, 200, victims, NULL), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = 1;
+    p.keep = 200;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    for (i = 0; i < 600; i++) CHECK_EQ(is_there(t.kv, 0, 1, i), !tkvi_has(victims, i));
+    sound(t.kv);
+    end_of(&t);
+}
+
 TEST(scores_pins_priorities) {
     tkv_config cfg = small();
     tkv_evict_params p;
@@ -358,6 +387,52 @@ TEST(a_scorer_of_the_users) {
         CHECK(count_of(t.kv, 0, 0) <= 128);
     }
     sound(t.kv);
+    end_of(&t);
+}
+
+static float counts_calls(void *user, const tkv_evict_view *v, int i) {
+    ++*(int *)user;
+    return (float)(v->position[i] % 7);
+}
+
+TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
+    tkv_config cfg = small();
+    tkv_evict_params p;
+    twins t;
+    int calls = 0, i;
+    cfg.evict.kind = TKV_EVICT_USER;
+    cfg.evict.scorer = counts_calls;
+    cfg.evict.user = &calls;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 200), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.keep = 150;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    CHECK_EQ(calls, 200);
+    p.layer = TKV_NONE;
+    p.keep = 100;
+    CHECK_EQ(tkv_evict(t.kv, &p), TKV_OK);
+    CHECK_EQ(calls, 200 + 150 + (LAYERS - 1) * 200);
+    for (i = 0; i < LAYERS; i++) CHECK_EQ(count_of(t.kv, 0, i), 100);
+    sound(t.kv);
+    end_of(&t);
+}
+
+TEST(pins_of_what_is_gone_hold_nothing) {
+    tkv_config cfg = small();
+    tkvi_spared spared;
+    twins t;
+    int before;
+    cfg.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.budget_bytes = 500000;
+    t = twins_of(&cfg);
+    CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    CHECK_EQ(grow(&t, 0, 250), TKV_OK);
+    drop_some(&t, 0, 1, 50);
+    memset(&spared, 0, sizeof spared);
+    before = tkvi_stay_of(t.kv, 0, 1, &spared);
+    CHECK_EQ(tkv_pin(t.kv, 0, 0, 500, 1), TKV_OK);
+    CHECK_EQ(tkvi_stay_of(t.kv, 0, 1, &spared), before + count_of(t.kv, 0, 1));
     end_of(&t);
 }
 
@@ -809,9 +884,12 @@ int main(int argc, char **argv) {
     RUN(sinks_outlast_long_chunks);
     RUN(batches);
     RUN(rules_of_keys);
+    RUN(norms_are_those_of_the_keys_that_came);
     RUN(scores_pins_priorities);
     RUN(scores_of_the_cache_are_importance);
     RUN(a_scorer_of_the_users);
+    RUN(scorers_are_asked_once);
+    RUN(pins_of_what_is_gone_hold_nothing);
     RUN(pyramids);
     RUN(exact_holes);
     RUN(coded_holes);

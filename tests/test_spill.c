@@ -397,6 +397,62 @@ TEST(steps) {
     depot_end(&d);
 }
 
+typedef struct logbook {
+    int spills, wrong, next[LAYERS];
+    size_t bytes;
+} logbook;
+
+static void hears(void *user, const tkv_event *e) {
+    logbook *b = (logbook *)user;
+    if (e->kind != TKV_EVENT_SPILL) return;
+    b->spills++;
+    b->bytes += e->bytes;
+    if (e->seq != 1 || e->from != b->next[e->layer] || e->to != e->from + BLOCK || !e->text) b->wrong++;
+    b->next[e->layer] = e->to;
+}
+
+static int says(const tkv_cache *kv, const char *name, int n) { /* Prometheus' text has this line */
+    static char text[16384];
+    char line[100];
+    CHECK_EQ(tkv_format_prometheus(kv, NULL, text, sizeof text, NULL), TKV_OK);
+    snprintf(line, sizeof line, "\n%s %d\n", name, n);
+    return strstr(text, line) != NULL;
+}
+
+TEST(it_is_told) { /* an event for each block, and figures */
+    tkv_config cfg = small();
+    tkv_cache *kv;
+    logbook b;
+    tkv_memory_info m;
+    depot d;
+    int n, all;
+    memset(&b, 0, sizeof b);
+    for (n = 0; n < LAYERS; n++) b.next[n] = 4; /* behind the sinks */
+    cfg.on_event = hears;
+    cfg.event_user = &b;
+    depot_for(&d, &cfg);
+    kv = make(&cfg);
+    for (n = 0; n < 9; n++) CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK(says(kv, "tkv_blocks_spilled_total", 0));
+    all = spill_all(kv, 1);
+    CHECK(all > 10);
+    CHECK_EQ(b.spills, all);
+    CHECK_EQ(b.wrong, 0);
+    CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
+    CHECK_LE(m.spilled.codes + m.spilled.metadata, b.bytes);
+    CHECK(says(kv, "tkv_blocks_spilled_total", all));
+    CHECK(says(kv, "tkv_tokens_spilled", all * BLOCK));
+    CHECK(says(kv, "tkv_tokens_missing", 0));
+    CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
+    CHECK_EQ(tkv_remat_drop(kv, 1, LONGEST, &n), TKV_OK);
+    CHECK(n > 0);
+    CHECK(says(kv, "tkv_tokens_missing", n * LAYERS));
+    CHECK(says(kv, "tkv_blocks_dropped_total", n * LAYERS / BLOCK));
+    tkv_destroy(kv);
+    depot_end(&d);
+}
+
 /* >>a store that fails */
 TEST(store_fails) {
     int at, refused = 0;
@@ -546,6 +602,36 @@ TEST(stale_records) {
     for (n = 0; n < 7; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
     all_say(kv, TKV_ERR_DATA);
+    tkv_destroy(kv);
+    depot_end(&d);
+}
+
+static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
+    int n;
+    d->lazy = lazy;
+    for (n = 0; n < 7; n++) {
+        fresh(CHUNK);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, CHUNK), TKV_OK);
+    }
+}
+
+TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
+    tkv_config cfg = small();
+    depot d;
+    tkv_cache *kv;
+    int n;
+    depot_for(&d, &cfg);
+    cfg.spill.keep_exact = 1;
+    kv = make(&cfg);
+    fill_layer(kv, &d, 0);
+    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK(n > 3);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the same numbers come again */
+    kv->pool.marks = 1 << 16;
+    fill_layer(kv, &d, 1);
+    CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* a copy */
+    CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
     tkv_destroy(kv);
     depot_end(&d);
 }
@@ -923,6 +1009,7 @@ int main(int argc, char **argv) {
     RUN(fetch_fails);
     RUN(bytes_are_checked);
     RUN(stale_records);
+    RUN(stale_records_of_long_ago);
     RUN(keys_are_dropped);
     RUN(promotion_restores);
     RUN(promotion_under_a_budget);
@@ -931,5 +1018,6 @@ int main(int argc, char **argv) {
     RUN(in_place);
     RUN(a_file);
     RUN(config_says_what_is_wrong);
+    RUN(it_is_told);
     return tkv_test_end();
 }
