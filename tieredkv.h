@@ -201,6 +201,7 @@
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_pin TKV_NAME_(tkv_pin)
+#define tkv_pin_until TKV_NAME_(tkv_pin_until)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -211,6 +212,7 @@
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_promote TKV_NAME_(tkv_promote)
+#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -442,6 +444,11 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
     TKV_IMPORTANCE_STRATEGIES
 } tkv_importance_strategy;
+typedef enum tkv_importance_heads {
+    TKV_IMPORTANCE_MEAN = 0,
+    TKV_IMPORTANCE_MAX,
+    TKV_IMPORTANCE_SUM
+} tkv_importance_heads;
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
@@ -449,6 +456,8 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     float recency;   /* weight of the age, 0 to 1e6 */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+    /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
+    tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
     TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
@@ -648,7 +657,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
  * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
- * what is not due. n up to max_append. */
+ * what is not due, or a cut of tokens if others were evicted. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
@@ -951,7 +960,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 400 more with cfg.evict or cfg.importance_every, and
+ * the index stay in RAM (40 bytes or so a block and layer, 424 more with cfg.evict or cfg.importance_every, and
  * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
@@ -973,10 +982,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
  * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
  * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
  * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
- *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
- *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
- * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Those that matter: tkv_promote_by_importance. */
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
@@ -1150,11 +1156,6 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
 /* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
 TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
                                        const int *position, int n, int now, float *out);
-typedef enum tkv_importance_heads {
-    TKV_IMPORTANCE_MEAN = 0,
-    TKV_IMPORTANCE_MAX,
-    TKV_IMPORTANCE_SUM
-} tkv_importance_heads;
 /* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
 TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
                                             int n_heads, int n, float *out);
@@ -1168,21 +1169,27 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
- *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
- *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ * cfg.evict asks for it; 424 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
- *     tova                                     weights of the newest query alone, summed over heads
+ *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
  * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
- * "recency" gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells
- * of those at one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads
- * and layers in turns, so sums are about that part of the whole. What happens between two appends is a step; for
- * each token that came since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy
- * decides): after a chunk of 64 by its 64th power; those of newest queries begin anew with each step. Sums end at
- * 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this, sums do not depend on threads.
- * Costs a second pass over the keys for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang:
- * elsewhere only tkv_importance_add_to brings something.
+ * "recency" gathers nothing. The weight that a KV head gave is what importance.heads makes of those of its
+ * n_heads / n_kv_heads query heads: their mean, the largest, or the sum. Mean and sum differ by that constant factor
+ * alone: policies choose the same tokens by both, but recency and thresholds stand against another number. Of lows,
+ * the mean or sum of the heads' counts, or (max) whether all heads gave less. max, and mean and sum for heavy_hitter,
+ * put the heads of a query together first, where there are more than 8 as many as run together.
+ *
+ * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
+ * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
+ * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
+ * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 16,777,215.
+ * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
+ * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
+ * brings something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
@@ -1315,10 +1322,14 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
  *
- * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
- * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
- * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
- * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+ * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
+ * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
+ * does for texts longer than a model knows: coded ones would have to be decoded, turned and coded again with each
+ * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
+ * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
+ * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
+ * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 424 bytes for 64 tokens of a
+ * layer know of it. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;
     int layer;                     /* TKV_NONE: all of them */
@@ -1336,6 +1347,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
 /* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
+ * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
+ * length is not 1 to 2^30 - 2. */
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
 /* Bits of those of tokens start .. start+n-1 that are there. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
@@ -1447,6 +1462,29 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+
+/* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
+ * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
+ * (tkv_importance_of). Those that nobody has come back by compute, which is asked for all that is missing, front to
+ * back, as much as remat has FLOPs for (tkv_recompute; its steps are lengths of the layer here). */
+typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may share one, and then the limit */
+    tkv_importance_promotion by; /* by.cfg: threshold, limit, cool-down: .05, 8, 4 if they are 0 */
+    tkv_remat *remat;            /* NULL, as compute: what nobody has has no source */
+    tkv_compute compute;
+    void *user;
+    /* of the last call, blocks that matter: */
+    int promoted;
+    int waiting;   /* for the limit, the cool-down, FLOPs, or because of an error */
+    int no_source; /* nothing better is kept */
+} tkv_promotion;
+/* A step is what happens at one length of the layer. A block has moved when it came back and when it was coded or
+ * went outside, by hand or because of age or bytes. Age counts in hybrid's importance: with tau 64 what is younger
+ * than 115 tokens is above the threshold by that alone, "accumulation" counts attention only. TKV_ERR_NO_SOURCE:
+ * blocks matter, and of none of them anything better is kept; those that are exact do not count. TKV_ERR_CONFIG:
+ * nothing is gathered (cfg.importance_every), or by.cfg; TKV_ERR_ARG; errors of tkv_promote and tkv_recompute: what
+ * came before stays, and p says how much. In a full cache TKV_ERR_BUDGET is usual: nothing makes room for it.
+ * O(tokens of the layer), and a fetch of each block that comes. */
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
@@ -1969,7 +2007,7 @@ TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
     0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
 
 /* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
-TKVI_FN TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
+static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
     int h, i, j;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -1981,12 +2019,12 @@ TKVI_FN TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
-TKVI_FN TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
 
-TKVI_FN TKVI_NOINLINE void tkvi_flip(float *x, int n) {
+static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
 }
@@ -1995,25 +2033,25 @@ TKVI_FN TKVI_NOINLINE void tkvi_flip(float *x, int n) {
 TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
     1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
 
-TKVI_FN void tkvi_window(float *x, int n, int log2n) {
+static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
     tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
 }
 
-TKVI_FN int tkvi_log2_floor(int n) {
+static int tkvi_log2_floor(int n) {
     int k = 0;
     while (n >> (k + 1)) k++;
     return k;
 }
 
-TKVI_FN void tkvi_rotate(float *x, int dim) {
+static void tkvi_rotate(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     tkvi_flip(x, dim);
     tkvi_window(x, n, k);
     if (n < dim) tkvi_window(x + dim - n, n, k);
 }
 
-TKVI_FN void tkvi_rotate_back(float *x, int dim) {
+static void tkvi_rotate_back(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     if (n < dim) tkvi_window(x + dim - n, n, k);
     tkvi_window(x, n, k);
@@ -4077,15 +4115,13 @@ TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, 
     return sum;
 }
 
-/* Codes of token number t with the values x; returns its scale. */
-TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
-    float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+/* Codes of token number t with the rotated values y; returns its scale. */
+TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
+    float most = 0.0f, by, step;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;
     int c;
     memset(u, 0, sizeof u);
-    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-    tkvi_rotate(y, s->dim);
     for (c = 0; c < s->dim; c++) {
         float a = fabsf(y[c]); /* no branch: signs are coins */
         most = a > most ? a : most;
@@ -4101,6 +4137,15 @@ TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_cod
     sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return by > 0.0f ? step : 0.0f;
+}
+
+/* The same, with the values as they come. */
+static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+    float y[TKV_MAX_HEAD_DIM];
+    int c;
+    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+    tkvi_rotate(y, s->dim);
+    return tkvi_r_rotated(s, y, t, code);
 }
 
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,
@@ -11719,7 +11764,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
-    if (!s) return NULL;
+    if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);
@@ -11783,7 +11828,7 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     for (i = 0; i < n; i++) {
         const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
         const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
-        const double age = tkvi_power(fade, now - (position ? position[i] : i));
+        const double age = full.recency > 0.0f ? tkvi_power(fade, now - (position ? position[i] : i)) : 0.0;
         const double sum = a + (double)full.recency * age;
         out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
     }
@@ -11876,167 +11921,135 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
     return TKV_OK;
 }
 
-/* >>promotion */
+/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
+ * end */
+typedef struct tkvi_promoting {
+    float threshold;
+    int now, cooldown, room, found;
+    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    float score[TKV_IMPORTANCE_PER_STEP];
+    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+} tkvi_promoting;
+
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+    const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
+    memset(b, 0, sizeof *b);
+    b->threshold = tkvi_or(p->cfg.threshold, .05f);
+    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->now = now;
+    b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+           b->cooldown >= 0;
+}
+
+/* moved: its last step, or TKV_NONE. */
+static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
+    int j;
+    if (score < b->threshold) return;
+    if (!source) {
+        b->no_source++;
+        return;
+    }
+    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+        (b->found == b->room && score <= b->score[b->found - 1])) {
+        b->waiting++;
+        return;
+    }
+    if (b->found == b->room) b->waiting++;
+    else b->found++;
+    for (j = b->found - 1; j > 0 && score > b->score[j - 1]; j--) {
+        b->out[j] = b->out[j - 1];
+        b->score[j] = b->score[j - 1];
+    }
+    b->out[j] = i;
+    b->score[j] = score;
+}
+
+/* The first `done` of the list came. */
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+    if (b->now > p->step) p->used = 0;
+    p->step = b->now;
+    p->used += done;
+    p->promoted += (uint64_t)done;
+    p->no_source += b->no_source > 0;
+    p->waiting += (uint64_t)(b->waiting + b->found - done);
+}
+
 TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
                                           const uint64_t *source, int *moved, int n, int now, int *out,
                                           int *count) {
-    float threshold;
-    tkvi_ranks r;
-    int per_step, cooldown, room, i, j, found = 0;
-    uint64_t none = 0, waiting = 0;
+    tkvi_promoting best;
+    int i;
     if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
         (n > 0 && (!score || !moved || !out)))
         return TKV_ERR_ARG;
-    threshold = tkvi_or(p->cfg.threshold, .05f);
-    per_step = p->cfg.per_step ? p->cfg.per_step : 8;
-    cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
-    if (!tkvi_is_finite(threshold) || per_step < 1 || per_step > TKV_IMPORTANCE_PER_STEP || cooldown < 0)
-        return TKV_ERR_CONFIG;
+    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) {
         if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
         if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
     }
-    if (now > p->step) p->used = 0;
-    p->step = now;
-    room = tkvi_max(0, per_step - p->used);
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) { /* out is kept in order, the worst falls off its end */
-        if (score[i] < threshold) continue;
-        if (!source || !tkvi_has(source, i)) {
-            none = 1;
-            continue;
-        }
-        if (moved[i] != TKV_NONE && now - moved[i] < cooldown) {
-            waiting++;
-            continue;
-        }
-        if (found == room && (room == 0 || !tkvi_before(&r, i, out[found - 1]))) {
-            waiting++;
-            continue;
-        }
-        if (found == room) waiting++;
-        else found++;
-        for (j = found - 1; j > 0 && tkvi_before(&r, i, out[j - 1]); j--) out[j] = out[j - 1];
-        out[j] = i;
+    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
+    for (i = 0; i < best.found; i++) {
+        out[i] = best.out[i];
+        moved[out[i]] = now;
     }
-    for (j = 0; j < found; j++) moved[out[j]] = now;
-    p->used += found;
-    p->promoted += (uint64_t)found;
-    p->no_source += none;
-    p->waiting += waiting;
-    *count = found;
+    tkvi_promoting_end(&best, p, best.found);
+    *count = best.found;
     return TKV_OK;
 }
 
 #endif /* TKVI_IMPORTANCE_H */
-/* ======== evict.h ======== */
+/* ======== evict_policy.h ======== */
 /*
- * evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what they
- * protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own, no
- * cache.
- *
- *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
- *     may go         x x x x x x          neither protected, pinned nor gone already
- *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
- *     victims    0 0 1 1 1 0 1 1 0 0
- *
- * Where the definitions come from stands at each score. All see a layer's heads as one: sums or means over heads, so
- * that a token goes from all of them (the papers select per head). May call select, importance.
+ * evict_policy.h - what an eviction policy is: a row, with a function that scores all tokens of a layer; and what it
+ * sees of them. How to add one stands in evict.h. May call importance and below.
  */
-#ifndef TKVI_EVICT_H
-#define TKVI_EVICT_H
+#ifndef TKVI_EVICT_POLICY_H
+#define TKVI_EVICT_POLICY_H
 
 
+/* out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
+typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
+                                 float *out);
+
+/* Budgets of layers. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
+ * numbers (evict.h). */
+typedef struct tkvi_line {
+    int64_t base, first, fall, whole;
+} tkvi_line;
+typedef tkvi_line (*tkvi_evict_line)(const tkv_evict_budget *b);
+
+static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
+    tkvi_line line;
+    line.base = line.fall = 0;
+    line.first = b->total;
+    line.whole = b->n_layers;
+    return line;
+}
+
+typedef struct tkvi_evict_row {
+    const char *name;
+    int needs;             /* bits of tkv_evict_need */
+    int sinks, recent;     /* what it protects if cfg does not say */
+    int in_order;          /* 1: the oldest go first, so that block after block is emptied */
+    tkv_evict_shape shape; /* of its layers' budgets */
+    tkvi_evict_score score;
+} tkvi_evict_row;
+
+/* >>what it sees */
 /* A token has its place here: in range, and not gone before. */
 static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
 
 static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
 
-/* >>scores: out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
-typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out);
-
-/* StreamingLLM (arXiv 2309.17453, section 3.2): first tokens, kept as sinks, and the newest. FIFO: without sinks. */
-static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
-}
-
-/* Scores that are there already. H2O (2306.14048, section 4): attention probabilities, summed over all queries since
- * the token came. TOVA (2401.06104): those of the newest query, mean over the heads of the layer. */
+/* Scores that are there already. */
 static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
     int i;
     for (i = 0; i < v->n; i++)
         if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
 }
 
-static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->mass, 1.0f, out);
-}
-
-static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->last, 1.0f, out);
-}
-
-/* Knorm (2406.11430): keys of a small L2 norm get much attention, so the longest go. */
-static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->norms, -1.0f, out);
-}
-
-static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->scores, 1.0f, out);
-}
-
-/* ScissorHands (2305.17118): tokens are counted, in a history window, each time they get less than an even share; when
- * the budget is full those with the highest counts go, many at once, but for the recent ones. */
-static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->lows, 1.0f, out);
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
-}
-
-/* SnapKV (2404.14469, section 4): attention that the last queries of the prompt, the observation window, give to what
- * is before it, averaged over neighbours (beyond the ends there are zeros, as the authors' code has it); the window
- * itself stays. PyramidKV (2406.02069, section 4) selects in the same way. */
-static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    const int before = tkvi_max(0, v->n - recent), half = cfg->pool / 2;
-    float most = 0.0f;
-    int i, j;
-    for (i = 0; i < before; i++) {
-        const int end = tkvi_min(before, i + half + 1);
-        double sum = 0.0;
-        for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
-        out[i] = (float)(sum / cfg->pool);
-        most = out[i] > most ? out[i] : most;
-    }
-    for (; i < v->n; i++)
-        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
-}
-
-static double tkvi_key_dot(const float *a, const double *b, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += (double)a[c] * b[c];
-    return sum;
-}
-
+/* >>keys */
 static double tkvi_key_norm(const float *k, int dim) {
     double sum = 0.0;
     int c;
@@ -12048,8 +12061,134 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
     return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
 }
 
-/* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
- * between key and anchor, negated, and here its mean over the KV heads. */
+/* Dimensions that a product of sizes can have. */
+static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
+    size_t size;
+    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
+    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
+        !tkvi_mul(size, (size_t)head_dim, &size))
+        return 0;
+    return keys || n == 0;
+}
+
+#endif /* TKVI_EVICT_POLICY_H */
+/* ======== evict_sliding.h ======== */
+/*
+ * evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens stay, as sinks, and the newest:
+ *
+ *     score of a token = its position
+ *
+ * "fifo" is the same without sinks. "none" drops nothing; it has a row for its protected tokens.
+ */
+#ifndef TKVI_EVICT_SLIDING_H
+#define TKVI_EVICT_SLIDING_H
+
+
+static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)cfg;
+    (void)recent;
+    for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
+}
+
+static const tkvi_evict_row tkvi_evict_none = {"none", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_age};
+static const tkvi_evict_row tkvi_evict_sliding = {"sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
+static const tkvi_evict_row tkvi_evict_fifo = {"fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
+
+#endif /* TKVI_EVICT_SLIDING_H */
+/* ======== evict_h2o.h ======== */
+/*
+ * evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
+ *
+ *     score of token i = sum over queries j from i on, and heads h, of p_h(j, i)
+ *
+ * The recent ones are protected: they had no time to get any.
+ */
+#ifndef TKVI_EVICT_H2O_H
+#define TKVI_EVICT_H2O_H
+
+
+static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->mass, 1.0f, out);
+}
+
+static const tkvi_evict_row tkvi_evict_h2o = {
+    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_mass};
+
+#endif /* TKVI_EVICT_H2O_H */
+/* ======== evict_tova.h ======== */
+/*
+ * evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104): what the newest query looks at least goes.
+ *
+ *     score of token i = mean over the layer's heads h of p_h(newest, i)
+ */
+#ifndef TKVI_EVICT_TOVA_H
+#define TKVI_EVICT_TOVA_H
+
+
+static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->last, 1.0f, out);
+}
+
+static const tkvi_evict_row tkvi_evict_tova = {
+    "tova", TKV_EVICT_NEEDS_LAST, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
+
+#endif /* TKVI_EVICT_TOVA_H */
+/* ======== evict_knorm.h ======== */
+/*
+ * evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430): keys of a small norm get much
+ * attention, so the longest go.
+ *
+ *     score of token i = - mean over KV heads h of |k_h(i)|
+ */
+#ifndef TKVI_EVICT_KNORM_H
+#define TKVI_EVICT_KNORM_H
+
+
+static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->norms, -1.0f, out);
+}
+
+static const tkvi_evict_row tkvi_evict_knorm = {"knorm",           TKV_EVICT_NEEDS_NORMS, 4, 32, 0,
+                                                TKV_EVICT_UNIFORM, tkvi_score_norm};
+
+TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
+    int i, h;
+    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
+    for (i = 0; i < n; i++) {
+        double sum = 0.0;
+        for (h = 0; h < n_kv_heads; h++)
+            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
+        out[i] = (float)(sum / n_kv_heads);
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_EVICT_KNORM_H */
+/* ======== evict_keydiff.h ======== */
+/*
+ * evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3): keys that are like all the others go.
+ *
+ *     anchor of a KV head = sum over tokens j of k(j) / |k(j)|
+ *     score of token i    = - mean over KV heads of cos(k(i), anchor)
+ */
+#ifndef TKVI_EVICT_KEYDIFF_H
+#define TKVI_EVICT_KEYDIFF_H
+
+
+static double tkvi_key_dot(const float *a, const double *b, int dim) {
+    double sum = 0.0;
+    int c;
+    for (c = 0; c < dim; c++) sum += (double)a[c] * b[c];
+    return sum;
+}
+
 static void tkvi_add_direction(const float *k, int dim, double *anchor) {
     const double norm = tkvi_key_norm(k, dim);
     int c;
@@ -12091,7 +12230,115 @@ static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_vi
     }
 }
 
-/* A hash of seed and position (splitmix64): the same token has the same lot, whoever else is there. */
+static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
+                                                  TKV_EVICT_UNIFORM, tkvi_score_differing};
+
+#endif /* TKVI_EVICT_KEYDIFF_H */
+/* ======== evict_scissorhands.h ======== */
+/*
+ * evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4): tokens are counted,
+ * in a history window, each time that they get less than an even share; when the budget is full those with the
+ * highest counts go, many at once, but for the recent ones.
+ *
+ *     score of token i = - how many heads of queries j gave p_h(j, i) < 1 / (keys that j sees)
+ */
+#ifndef TKVI_EVICT_SCISSORHANDS_H
+#define TKVI_EVICT_SCISSORHANDS_H
+
+
+static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->lows, 1.0f, out);
+    for (i = 0; i < v->n; i++)
+        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
+}
+
+static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,
+                                                       TKV_EVICT_UNIFORM, tkvi_score_lows};
+
+#endif /* TKVI_EVICT_SCISSORHANDS_H */
+/* ======== evict_snapkv.h ======== */
+/*
+ * evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4): attention that the last queries of the prompt, the observation
+ * window, give to what is before it, averaged over neighbours; the window itself stays.
+ *
+ *     score of token i = sum over d = -pool/2 .. pool/2 of observed(i + d) / pool
+ *
+ * Beyond the ends there are zeros, as the authors' code has it.
+ */
+#ifndef TKVI_EVICT_SNAPKV_H
+#define TKVI_EVICT_SNAPKV_H
+
+
+static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    const int before = tkvi_max(0, v->n - recent), half = cfg->pool / 2;
+    float most = 0.0f;
+    int i, j;
+    for (i = 0; i < before; i++) {
+        const int end = tkvi_min(before, i + half + 1);
+        double sum = 0.0;
+        for (j = tkvi_max(0, i - half); j < end; j++)
+            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
+        out[i] = (float)(sum / cfg->pool);
+        most = out[i] > most ? out[i] : most;
+    }
+    for (; i < v->n; i++)
+        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
+}
+
+static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,
+                                                 TKV_EVICT_UNIFORM, tkvi_score_pooled};
+
+#endif /* TKVI_EVICT_SNAPKV_H */
+/* ======== evict_pyramidkv.h ======== */
+/*
+ * evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4): scores are SnapKV's; layers have budgets that fall from
+ * the first to the last, as its authors' code has it but with fractions. With a = (C - w) * L tokens to share and
+ * d = max - min in units of 1 / unit:
+ *
+ *     budget of layer l = w + (max * (L - 1) - l * d) / (unit * (L - 1))
+ *
+ * The authors fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w.
+ */
+#ifndef TKVI_EVICT_PYRAMIDKV_H
+#define TKVI_EVICT_PYRAMIDKV_H
+
+
+static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
+    const int64_t layers = b->n_layers, spare = b->total - layers * b->window;
+    const int64_t rest = (int64_t)b->n_tokens - b->window;
+    tkvi_line line;
+    int64_t unit = layers * b->beta, least = spare, most = spare * (2 * (int64_t)b->beta - 1);
+    if (layers < 2 || spare < 0 || rest < 0) return tkvi_line_uniform(b);
+    if (most > rest * unit) {
+        unit = layers;
+        most = rest * unit;
+        least = 2 * spare - most;
+    }
+    if (most < least || least < b->window * unit) return tkvi_line_uniform(b);
+    line.base = b->window;
+    line.first = most * (layers - 1);
+    line.fall = most - least;
+    line.whole = unit * (layers - 1);
+    return line;
+}
+
+static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKV_EVICT_NEEDS_OBSERVED, 4, 8, 0,
+                                                    TKV_EVICT_PYRAMID, tkvi_score_pooled};
+
+#endif /* TKVI_EVICT_PYRAMIDKV_H */
+/* ======== evict_random.h ======== */
+/*
+ * evict_random.h - by lot: a baseline. The same token has the same lot, whoever else is there.
+ *
+ *     score of a token = splitmix64(seed + (position + 1) * golden ratio) / 2^64
+ */
+#ifndef TKVI_EVICT_RANDOM_H
+#define TKVI_EVICT_RANDOM_H
+
+
 static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)recent;
@@ -12104,6 +12351,24 @@ static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v,
     }
 }
 
+static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_lot};
+
+#endif /* TKVI_EVICT_RANDOM_H */
+/* ======== evict_given.h ======== */
+/*
+ * evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of tkv_importance_read or
+ * KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
+ */
+#ifndef TKVI_EVICT_GIVEN_H
+#define TKVI_EVICT_GIVEN_H
+
+
+static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->scores, 1.0f, out);
+}
+
 static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
     int i;
     (void)recent;
@@ -12111,32 +12376,43 @@ static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v
         if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
 }
 
-/* >>the table, in the order of tkv_evict_kind */
-typedef struct tkvi_evict_row {
-    const char *name;
-    int needs;
-    int sinks, recent; /* what it protects if cfg does not say */
-    tkvi_evict_score score;
-} tkvi_evict_row;
+static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,
+                                                 TKV_EVICT_UNIFORM, tkvi_score_given};
+static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
 
-static const tkvi_evict_row tkvi_evict_rows[] = {
-    {"none", 0, 4, 32, tkvi_score_age},
-    {"sliding", 0, 4, 1, tkvi_score_age},
-    {"h2o", TKV_EVICT_NEEDS_MASS, 4, 32, tkvi_score_mass},
-    {"snapkv", TKV_EVICT_NEEDS_OBSERVED, 4, 32, tkvi_score_pooled},
-    {"pyramidkv", TKV_EVICT_NEEDS_OBSERVED, 4, 8, tkvi_score_pooled},
-    {"tova", TKV_EVICT_NEEDS_LAST, 4, 32, tkvi_score_last},
-    {"knorm", TKV_EVICT_NEEDS_NORMS, 4, 32, tkvi_score_norm},
-    {"keydiff", TKV_EVICT_NEEDS_KEYS, 4, 32, tkvi_score_differing},
-    {"scissorhands", TKV_EVICT_NEEDS_LOWS, 4, 32, tkvi_score_lows},
-    {"fifo", 0, 0, 0, tkvi_score_age},
-    {"random", 0, 0, 0, tkvi_score_lot},
-    {"scores", TKV_EVICT_NEEDS_SCORES, 4, 32, tkvi_score_given},
-    {"user", 0, 4, 32, tkvi_score_user},
-};
+#endif /* TKVI_EVICT_GIVEN_H */
+/* ======== evict.h ======== */
+/*
+ * evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what they
+ * protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own, no
+ * cache.
+ *
+ *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
+ *     may go         x x x x x x          neither protected, pinned nor gone already
+ *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
+ *     victims    0 0 1 1 1 0 1 1 0 0
+ *
+ * To add a policy:
+ *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
+ *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *      (text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention
+ * the row says, and mass.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
+ * select per head): what comes from heads is sums or means over them. May call the policies' files.
+ */
+#ifndef TKVI_EVICT_H
+#define TKVI_EVICT_H
+
+
+/* >>the table, in the order of tkv_evict_kind */
+static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_KINDS] = {
+    &tkvi_evict_none,         &tkvi_evict_sliding, &tkvi_evict_h2o,    &tkvi_evict_snapkv,
+    &tkvi_evict_pyramidkv,    &tkvi_evict_tova,    &tkvi_evict_knorm,  &tkvi_evict_keydiff,
+    &tkvi_evict_scissorhands, &tkvi_evict_fifo,    &tkvi_evict_random, &tkvi_evict_scores,
+    &tkvi_evict_user};
 
 static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
-    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? &tkvi_evict_rows[kind] : NULL;
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? tkvi_evict_rows[kind] : NULL;
 }
 
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
@@ -12147,7 +12423,7 @@ TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
     int i;
     for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
-        if (strcmp(name, tkvi_evict_rows[i].name) == 0) {
+        if (strcmp(name, tkvi_evict_rows[i]->name) == 0) {
             *kind = (tkv_evict_kind)i;
             return TKV_OK;
         }
@@ -12189,16 +12465,6 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
         last = v->position[i];
     }
     return 1;
-}
-
-/* Dimensions that a product of sizes can have. */
-static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
-    size_t size;
-    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
-    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
-        !tkvi_mul(size, (size_t)head_dim, &size))
-        return 0;
-    return keys || n == 0;
 }
 
 static int tkvi_view_has(const tkv_evict_view *v, int needs) {
@@ -12325,33 +12591,8 @@ TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_
     return kept;
 }
 
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
-    int i, h;
-    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++) {
-        double sum = 0.0;
-        for (h = 0; h < n_kv_heads; h++)
-            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
-        out[i] = (float)(sum / n_kv_heads);
-    }
-    return TKV_OK;
-}
-
-/* >>budgets. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers. */
-typedef struct tkvi_line {
-    int64_t base, first, fall, whole;
-} tkvi_line;
-
+/* >>budgets of layers: lines (evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
 static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
-
-static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
-    tkvi_line line;
-    line.base = line.fall = 0;
-    line.first = b->total;
-    line.whole = b->n_layers;
-    return line;
-}
 
 static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     tkvi_line line;
@@ -12362,29 +12603,6 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
-/* PyramidKV (arXiv 2406.02069, section 4), as its authors' code has it but with fractions. With a = (C - w) * L tokens
- * to share and d = max - min in units of 1 / unit:  b_l = w + (max * (L - 1) - l * d) / (unit * (L - 1)). The authors
- * fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w. */
-static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
-    const int64_t layers = b->n_layers, spare = b->total - layers * b->window;
-    const int64_t rest = (int64_t)b->n_tokens - b->window;
-    tkvi_line line;
-    int64_t unit = layers * b->beta, least = spare, most = spare * (2 * (int64_t)b->beta - 1);
-    if (layers < 2 || spare < 0 || rest < 0) return tkvi_line_uniform(b);
-    if (most > rest * unit) {
-        unit = layers;
-        most = rest * unit;
-        least = 2 * spare - most;
-    }
-    if (most < least || least < b->window * unit) return tkvi_line_uniform(b);
-    line.base = b->window;
-    line.first = most * (layers - 1);
-    line.fall = most - least;
-    line.whole = unit * (layers - 1);
-    return line;
-}
-
-typedef tkvi_line (*tkvi_evict_line)(const tkv_evict_budget *b);
 static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
 
 /* Layers whose remainder is at least r. */
@@ -12438,6 +12656,156 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 }
 
 #endif /* TKVI_EVICT_H */
+/* ======== mass_mode.h ======== */
+/*
+ * mass_mode.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it needs
+ * (evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest one: it is no
+ * matter who comes first, so threads change nothing. May call evict and below.
+ */
+#ifndef TKVI_MASS_MODE_H
+#define TKVI_MASS_MODE_H
+
+
+#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
+#define TKVI_MASS_EVERY 32
+
+/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
+typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
+
+static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    (void)s;
+    (void)low;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        float x[16];
+        for (k = 0; k < 16; k++)
+            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
+        for (k = 0; k < 16; k++) said[t + k] = x[k];
+    }
+}
+
+/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
+static uint32_t tkvi_mass_counted(float x, float one) {
+    const uint32_t bits = tkvi_bits(x * one + 0.5f);
+    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
+}
+
+static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
+    }
+}
+
+static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
+    int t, k;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        uint32_t x[16];
+        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
+        for (k = 0; k < 16; k++) mass[t + k] = x[k];
+    }
+}
+
+/* >>the table */
+typedef struct tkvi_mass_mode {
+    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
+    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
+    float sign;                 /* of what is gathered, where high numbers are to be good */
+    float one;                  /* 1 as a whole number */
+    tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
+    tkvi_weigher say;
+    void (*join)(uint32_t *mass, const uint32_t *more);
+} tkvi_mass_mode;
+
+enum {
+    TKVI_MASS_SUM,
+    TKVI_MASS_LARGEST,
+    TKVI_MASS_LOWS,
+    TKVI_MASS_LAST,
+    TKVI_MASS_OBSERVED,
+    TKVI_MASS_MODES
+};
+
+static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, TKV_IMPORTANCE_SUM, tkvi_weight_lows, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+};
+
+/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
+static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+
+/* What a config asks for. */
+typedef struct tkvi_mass {
+    const tkvi_mass_mode *mode; /* NULL: nothing is gathered */
+    int every;                  /* one query in so many tells, or */
+    int newest;                 /* the newest so many do */
+    tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
+    float one;          /* 1 of what a query head tells, as a whole number */
+    float unit;         /* 1 of what it all comes to */
+    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
+} tkvi_mass;
+
+/* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
+static void tkvi_mass_heads(tkvi_mass *m, int n) {
+    const tkv_importance_heads how = m->importance.heads;
+    const int largest = how == TKV_IMPORTANCE_MAX;
+    const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
+    m->unit = m->one * (float)mean;
+    if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
+        m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
+}
+
+static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+    const tkv_evict_kind kind = cfg->evict.kind;
+    tkv_evict_config evict;
+    int i;
+    memset(m, 0, sizeof *m);
+    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
+        return; /* no cache has such a config */
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
+    for (i = 0; i < TKVI_MASS_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    if (m->mode) { /* policies know no decay but the caller's */
+        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
+        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
+    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
+               kind == TKV_EVICT_USER) {
+        i = tkvi_mass_of_strategy[m->importance.strategy];
+        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+    }
+    if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
+}
+
+#endif /* TKVI_MASS_MODE_H */
 /* ======== remat.h ======== */
 /*
  * remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the decision to
@@ -14518,8 +14886,11 @@ typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    int step;           /* when that was last added to */
+    int until;
+    int step;  /* when mass was last added to */
+    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {
@@ -15167,6 +15538,7 @@ struct tkv_cache {
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (mass.h) */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -15251,6 +15623,11 @@ static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
 }
 
+/* It has changed its tier: promotion waits a while (promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+}
+
 /* End of the positions that block i may have tokens of. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -15264,14 +15641,16 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, anchored = b->anchored;
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->anchored = 0;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
@@ -15521,6 +15900,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
@@ -16479,10 +16859,8 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 /*
  * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
  *
- * What is gathered is a row of a table: what the policy of cfg.evict needs (evict.h), else what the strategy of
- * cfg.importance counts. All calls between two appends are one step; its stamp is the list's length. Who comes first to
- * a block in a step decays its numbers, or begins anew. Numbers are whole, and sums end at the largest one: it is
- * no matter who comes first, so threads change nothing.
+ * What is gathered is a row of a table (mass_mode.h). All calls between two appends are one step; its stamp is the
+ * list's length. Who comes first to a block in a step decays its numbers, or begins anew.
  *
  * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
  * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
@@ -16490,127 +16868,6 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
 #ifndef TKVI_MASS_H
 #define TKVI_MASS_H
 
-
-#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_MASS_EVERY 32
-
-/* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
-static void tkvi_weight_sum(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = said[t + k] + p[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_largest(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    (void)s;
-    (void)low;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++) x[k] = p[t + k] > said[t + k] ? p[t + k] : said[t + k];
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-static void tkvi_weight_lows(const float *s, const float *p, float low, float *said) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        float x[16];
-        for (k = 0; k < 16; k++)
-            x[k] = said[t + k] + (!TKVI_IS_HIDDEN(s[t + k]) && p[t + k] < low ? 1.0f : 0.0f);
-        for (k = 0; k < 16; k++) said[t + k] = x[k];
-    }
-}
-
-/* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
-static uint32_t tkvi_mass_counted(float x, float one) {
-    const uint32_t bits = tkvi_bits(x * one + 0.5f);
-    return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
-}
-
-static void tkvi_join_sums(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = mass[t + k] + more[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k] < more[t + k] ? 0xffffffffu : x[k];
-    }
-}
-
-static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        uint32_t x[16];
-        for (k = 0; k < 16; k++) x[k] = more[t + k] > mass[t + k] ? more[t + k] : mass[t + k];
-        for (k = 0; k < 16; k++) mass[t + k] = x[k];
-    }
-}
-
-/* >>the table */
-typedef struct tkvi_mass_mode {
-    int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
-    int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign; /* of what is gathered, where high numbers are to be good */
-    float one;  /* 1 as a whole number */
-    void (*say)(const float *s, const float *p, float low, float *said);
-    void (*join)(uint32_t *mass, const uint32_t *more);
-} tkvi_mass_mode;
-
-enum {
-    TKVI_MASS_SUM,
-    TKVI_MASS_LARGEST,
-    TKVI_MASS_LOWS,
-    TKVI_MASS_LAST,
-    TKVI_MASS_OBSERVED,
-    TKVI_MASS_MODES
-};
-
-static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, tkvi_weight_sum, tkvi_join_sums},
-};
-
-/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
-static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
-    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
-
-/* What a config asks for. */
-typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode;       /* NULL: nothing is gathered */
-    int every;                        /* one query in so many tells, or */
-    int newest;                       /* the newest so many do */
-    tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
-} tkvi_mass;
-
-static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
-    const tkv_evict_kind kind = cfg->evict.kind;
-    tkv_evict_config evict;
-    int i;
-    memset(m, 0, sizeof *m);
-    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* no cache has such a config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
-    for (i = 0; i < TKVI_MASS_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
-    if (m->mode) { /* policies know no decay but the caller's */
-        m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
-        m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
-    } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
-               kind == TKV_EVICT_USER) {
-        i = tkvi_mass_of_strategy[m->importance.strategy];
-        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
-    }
-}
 
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
@@ -16625,12 +16882,13 @@ static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
     n->step = step;
 }
 
-/* said: of the block's 64 tokens, 0 where they are gone. */
-static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, const float *said) {
+/* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
+static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
+    const tkvi_mass *m = &kv->mass;
     tkvi_notes *n = &kv->pool.notes[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], m->mode->one);
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->learning);
     tkvi_mass_bring(m, n, len);
@@ -16641,16 +16899,14 @@ static void tkvi_mass_add(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
 /* The numbers of two blocks that become one are those of one step. */
 static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_notes *n = kv->pool.notes;
-    tkvi_mass m;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    tkvi_mass_bring(&m, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_mass_bring(&m, &n[b], n[a].step);
+    tkvi_mass_bring(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_mass_bring(&kv->mass, &n[b], n[a].step);
 }
 
 /* The step of the newest queries that told, where older ones do not count. */
-static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *list, const uint32_t *ids) {
+static int tkvi_mass_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
-    if (!m->mode || !m->mode->fresh) return 0;
+    if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
     tkvi_lock(&kv->learning);
     for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
     tkvi_unlock(&kv->learning);
@@ -16658,7 +16914,8 @@ static int tkvi_mass_newest(tkv_cache *kv, const tkvi_mass *m, const tkvi_list *
 }
 
 /* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
-static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int len, int newest, float *a) {
+static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
+    const tkvi_mass *m = &kv->mass;
     tkvi_notes n;
     double by = 0.0;
     int t;
@@ -16669,31 +16926,30 @@ static void tkvi_mass_now(tkv_cache *kv, const tkvi_mass *m, uint32_t id, int le
         tkvi_unlock(&kv->learning);
         by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.step);
-        by *= (double)m->mode->sign / (double)m->mode->one;
+        by *= (double)m->mode->sign / (double)m->unit;
     }
     for (t = 0; t < TKVI_BLOCK; t++) a[t] = (float)((double)n.mass[t] * by);
 }
 
 /* Importance of up to 64 tokens at these positions, from what was gathered of them. */
-static void tkvi_weigh(const tkvi_mass *m, const int *position, float *a, int n, int len) {
+static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
         token[t].attention = a[t];
         token[t].step = len - 1;
     }
-    (void)tkv_importance_read(&m->importance, token, position, n, len - 1, a);
+    (void)tkv_importance_read(&kv->mass.importance, token, position, n, len - 1, a);
 }
 
 /* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
 static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    tkvi_mass m;
+    const tkvi_mass_mode *mode = kv->mass.mode;
     int i;
     if (!kv->pool.notes) return;
-    tkvi_mass_init(&m, &kv->tables.cfg);
     for (i = 0; i < list->n; i++) {
         tkvi_notes *n = &kv->pool.notes[ids[i]];
-        if (n->step > list->len) n->step = m.mode && m.mode->fresh ? 0 : list->len;
+        if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
     }
 }
 
@@ -16850,6 +17106,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     b->slot = kv->pool.marks;
     kv->pool.n_spilled++;
     kv->spilled++;
+    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     return 1;
 }
@@ -16916,13 +17173,19 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
 #define TKVI_ABSENT_H
 
 
+/* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
+static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return tkvi_absent(b) && tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+}
+
 /* Has a layer blocks with positions from .. to - 1 that nobody has? */
 static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
     for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
-        lacks = tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_block_start(kv, ids, i) < to &&
+        lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
 }
@@ -16968,8 +17231,8 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went; *last: where the last of it ended. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -16981,6 +17244,7 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
             const int slot = b->slot;
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
+            *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             b->page = TKVI_NIL;
             b->slot = 0;
             kv->pool.n_spilled++;
@@ -16999,7 +17263,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start, end, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
@@ -17007,7 +17271,7 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, &end) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */
@@ -17134,21 +17398,19 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
     tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
-    tkvi_mass m;
     uint64_t there;
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    newest = tkvi_mass_newest(kv, list, ids);
     tkvi_mass_meet(kv, ids[0], ids[i]);
-    tkvi_mass_now(kv, &m, ids[i], list->len, newest, mine);
+    tkvi_mass_now(kv, ids[i], list->len, newest, mine);
     for (t = 0; t < TKVI_BLOCK; t++) {
         int slot;
         if (!(there >> t & 1)) continue;
-        tkvi_mass_now(kv, &m, ids[0], list->len, newest, a);
+        tkvi_mass_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
@@ -17298,6 +17560,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
     b = &kv->pool.block[ids[i]];
+    tkvi_note_move(kv, ids[i], list->len);
     b->via = via;
     if (packs) {
         b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
@@ -17415,6 +17678,12 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
 /* Where a walk over tokens from a position on begins: anchors may have any. */
 static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+}
+
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
 }
 
 /* Tokens that a policy may choose from: anchors are not among them. */
@@ -17645,19 +17914,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
@@ -17666,13 +17933,13 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
                 (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -17683,17 +17950,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
 static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = TKV_EVICT_PYRAMID;
+    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
@@ -17722,13 +17989,18 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
 /* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
 static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                              const tkv_evict_params *p, int keep, int really) {
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    tkv_evict_config by = *cfg;
     tkvi_choice c;
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_evict_view v;
     tkv_status st;
+    int needs;
+    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
+    v = tkvi_look(kv, seq, layer, p, needs, &c);
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
     if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
     return st;
@@ -17770,7 +18042,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -17780,9 +18052,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    const int in_order =
-        kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
     const int stay = tkvi_stay_of(kv, seq, layer);
     int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
     for (i = list->sinks; i < list->n; i++) {
@@ -17791,7 +18061,7 @@ static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
         if (!tkvi_spilled(b)) continue;
         out++;
         tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
@@ -18325,7 +18595,6 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
     kv->clock++;
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
         kv->pool.spare = kv->tables.spare;
@@ -18342,8 +18611,10 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     kv->tables.cfg.budget_bytes = bytes;
     if (!tkvi_make_room(kv, 0, bytes)) {
         kv->tables.cfg.budget_bytes = had;
+        if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
+    if (!had) tkvi_end_promises(kv); /* they were for ages */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
@@ -18586,6 +18857,11 @@ static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *
     tkvi_peak_note(paper);
 }
 
+/* Pages in use, and those that reservations will need. */
+static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+}
+
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
 static void tkvi_settle(tkv_cache *kv, int seq) {
     if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
@@ -18691,6 +18967,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
             kv->pool.notes[id].mass[at] = 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
@@ -18845,12 +19122,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         tkvi_need_of(kv, &paper);
         fits = tkvi_fits_somewhere(kv, index, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        had = kv->tables.current[p->layer];
         if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
         if (!fits || !tkvi_make_room(kv, index, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
+        had = kv->tables
+                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
         paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -18864,8 +19142,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer, rows[i].n);
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* not before: then other blocks would be due than on paper */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
@@ -19062,12 +19341,13 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
+        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
         tkvi_need_of(kv, &paper);
         if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
-            tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
+        tkvi_promise(kv, seq, tkvi_max(had, len + n));
         paper = tkvi_paper(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
@@ -19106,6 +19386,7 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
+    int64_t taken;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -19124,9 +19405,13 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
                              must, " must stay");
     }
+    taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
     tkvi_settle(kv, seq);
+    if (tkvi_pages_taken(&kv->pool) >
+        taken) /* where tokens were evicted, blocks that are left have no room */
+        tkvi_promise(kv, seq, 0);
     return tkvi_ok(kv);
 }
 
@@ -19170,7 +19455,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
+    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+        const int at = tkvi_find(kv, list, ids, i, &slot);
+        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+    }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;
@@ -19264,7 +19552,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
     int layer, i, t;
     if (st) return st;
@@ -19273,16 +19562,36 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++)
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
                 const int at = tkvi_at(kv, ids[i], t);
-                if (at < start || at >= start + n) continue;
-                if (pinned) *bits |= (uint64_t)1 << t;
-                else *bits &= ~((uint64_t)1 << t);
+                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            if (!these) continue;
+            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) notes->pinned |= these;
+            else if (until) {
+                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
+                notes->passing |= these;
+            } else {
+                notes->pinned &= ~these;
+                notes->passing &= ~these;
+            }
+        }
     }
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
+}
+
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
+    if (kv && (length < 1 || length >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
+    return tkvi_pin(kv, seq, start, n, length);
 }
 
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
@@ -19386,27 +19695,23 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    tkvi_list *list;
-    tkvi_block *b;
-    tkvi_outside what;
+/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+static int tkvi_better_of(const tkvi_block *b) {
+    if (b->refs > 1) return -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
+    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+}
+
+/* Block i, which has this position, comes back. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    tkvi_block *b = &kv->pool.block[id];
+    const int what = tkvi_better_of(b);
     tkv_status st;
-    uint32_t id, page, old_page;
-    int i, place, coding, slot, old_slot;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
-    id = tkvi_ids(kv, seq, layer)[i];
-    b = &kv->pool.block[id];
-    what = b->copy && (b->copy - 1 != b->coding || tkvi_absent(b)) ? TKVI_COPY : TKVI_ITSELF;
-    if (b->refs > 1 || (what == TKVI_ITSELF && (!tkvi_spilled(b) || tkvi_absent(b))))
+    uint32_t page, old_page;
+    int coding, slot, old_slot;
+    if (what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
                          " (cfg.spill.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -19414,7 +19719,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -19434,9 +19739,26 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    tkvi_note_move(kv, id, list->len);
     kv->promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
 }
 
 #endif /* TKVI_PROMOTE_H */
@@ -19465,7 +19787,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_absent(&kv->pool.block[ids[i]]))) continue;
+            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -19480,7 +19802,7 @@ static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_absent(&kv->pool.block[ids[i]])) continue;
+            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
             if (first < 0 || start < first) first = start;
             break;
         }
@@ -19521,7 +19843,8 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             if (tkvi_spilled(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
-            piece.quantized_bytes += i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+            piece.quantized_bytes +=
+                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
     if (!piece.dropped) piece.layers = 0;
@@ -19557,15 +19880,14 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
     tkv_status st = tkvi_remat_seq(kv, seq);
-    int start, first, last, end;
+    int first, last, end;
     if (dropped) *dropped = 0;
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last) > 0 && dropped)
-        *dropped = (tkvi_first_here(kv, seq, &start, &end) ? start : last) - first;
+    if (end <= last && tkvi_vacate(kv, seq, last, &end) > 0 && dropped) *dropped = end - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -19575,7 +19897,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, tighten = 0;
+    int n, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
@@ -19588,7 +19910,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to);
+    won = tkvi_vacate(kv, seq, to, &last);
     if (tighten) {
         memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
@@ -19606,13 +19928,18 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     const tkvi_tables *t = &kv->tables;
     const tkvi_rule *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     way[n++] = r->coding[TKV_HOT];
     if (b->via) way[n++] = b->via - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tkvi_lazy(kv) || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier]) return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT]) /* while it was away */
+    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+        tkvi_waits(kv, layer, tier))
+        return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
+        !tkvi_waits(kv, layer, TKV_WARM))
         way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;
@@ -20137,6 +20464,7 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
     int tile;              /* rows of a unit */
+    int tell;              /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     int listen;      /* statistics of this layer are wanted (learn.h) */
@@ -20144,7 +20472,7 @@ typedef struct tkvi_call {
     int meter;       /* the quality meter watches a head of it (meter.h) */
     tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
     int *failed;     /* of all tasks: bits of tkvi_failure */
-    tkvi_mass mass;  /* what is gathered of what queries look at */
+    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -20188,10 +20516,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
-    c->tile = TKVI_ROWS;
+    c->tell = TKVI_ROWS;
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+        c->tell -= TKVI_ROWS % c->heads_per_kv;
+    c->tile = c->tell;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -20335,7 +20666,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -20363,6 +20694,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -20463,10 +20795,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
     return bytes;
 }
 
+/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
+ * refused: its tokens were evicted, are anchors, or lie behind the window. */
+static int tkvi_seen_to(const tkvi_unit *u, int i) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+}
+
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
 static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -20851,9 +21190,9 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 /* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
 static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
-    if (!m->mode) return u->rows;
+    if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
         if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
@@ -20881,13 +21220,23 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
     return n;
 }
 
+/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+    if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
+        (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
+        return 1;
+    }
+    memset(p, 0, TKVI_BLOCK * sizeof *p);
+    return 0;
+}
+
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
 static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-    const tkvi_mass *m = &u->call->mass;
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
+    const tkvi_mass *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
-    int i, r, t;
+    int i, r, t, end, any;
     tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
@@ -20898,14 +21247,18 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         const uint64_t gone = kv->pool.block[u->ids[i]].gone;
         if (!tkvi_block_scores(u, q, i, scores)) continue;
         memset(said, 0, sizeof said);
-        for (r = 0; r < u->rows; r++) {
-            if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
-            (void)kv->kernels->exp64(scores + r * TKVI_BLOCK, lse[r], p);
-            m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        for (r = 0; r < u->rows; r = end) {
+            any = tkvi_weights_of(u, scores, lse[r], r, p);
+            for (end = r + 1; m->heads && end < u->rows && tkvi_query_of(u, end) == tkvi_query_of(u, r);
+                 end++) {
+                any |= tkvi_weights_of(u, scores, lse[end], end, more);
+                m->heads(NULL, more, 0.0f, p);
+            }
+            if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
     }
 }
 
@@ -21023,7 +21376,7 @@ static void tkvi_run_gather(void *ctx, int index) {
 /* Does any unit tell? Serves only to wake no threads in vain. */
 static int tkvi_any_tells(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
         tkvi_unit u;
         tkvi_find_unit(w->call, i, &u);
         any = tkvi_next_teller(&u, 0) < u.rows;
@@ -21120,7 +21473,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
@@ -21154,11 +21507,11 @@ static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *
     tkvi_gather_mass(u, sums, 0, u->list->n, &q);
 }
 
-/* Eight rows of a unit */
+/* Eight rows of a unit, or as many as are gathered together. */
 static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
     tkvi_unit eight = *u;
     eight.first += first;
-    eight.rows = tkvi_min(TKVI_ROWS, u->rows - first);
+    eight.rows = tkvi_min(u->call->tell, u->rows - first);
     return eight;
 }
 
@@ -21172,7 +21525,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass.mode) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_many_gather(&eight, &sums);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
@@ -21192,7 +21545,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     tkvi_many_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_many_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
 }
 
 /* The quality meter compares kernels.h's scores with its own: rows that it samples are done again. */
@@ -21217,7 +21570,7 @@ static void tkvi_run_many(void *ctx, int index) {
     int first;
     tkvi_find_unit(w->call, index, &u);
     tkvi_many_unit(&u);
-    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += TKVI_ROWS) {
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
         const tkvi_unit eight = tkvi_many_eight(&u, first);
         tkvi_many_measure(w, &eight);
     }
@@ -21353,8 +21706,9 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
     } else {
         c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile -= c.tile % c.tell;
         tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
-        c.tile = TKVI_ROWS;
+        c.tile = c.tell;
     }
     if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
@@ -21404,12 +21758,11 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
 #define TKVI_RANKING_H
 
 
-/* One layer of one sequence, and what its config asks for. */
+/* One layer of one sequence. */
 typedef struct tkvi_ranking {
     tkv_cache *kv;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_mass mass;
     int newest;
 } tkvi_ranking;
 
@@ -21419,10 +21772,9 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->kv = kv;
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
-    tkvi_mass_init(&r->mass, &kv->tables.cfg);
     /* age alone needs nothing gathered */
-    if (!r->mass.mode && r->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
-    r->newest = tkvi_mass_newest(kv, &r->mass, r->list, r->ids);
+    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
@@ -21432,13 +21784,13 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
-    tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
+    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh(&r->mass, position, out, n, r->list->len);
+    tkvi_weigh(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -21481,7 +21833,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !r.mass.mode)
+    if (st || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "nothing is gathered: set cfg.importance_every, or a strategy or "
                          "policy that counts attention",
@@ -21494,7 +21846,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
                              " is not");
-    low = tkvi_or(r.mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
         const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
@@ -21505,8 +21857,8 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
-        r.mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);
+        kv->mass.mode->say(s, p, low, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }
@@ -21552,6 +21904,106 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
 }
 
 #endif /* TKVI_RANKING_H */
+/* ======== promotion.h ======== */
+/*
+ * promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing them
+ * (threshold, limit and cool-down: importance.h). May call ranking, recompute and below.
+ *
+ *     block     exact   coded + copy   outside   coded   nobody has it
+ *     source      -     the copy       itself    none    the caller's model
+ */
+#ifndef TKVI_PROMOTION_H
+#define TKVI_PROMOTION_H
+
+
+/* A block matters as much as the token of it that matters most. 0: all have gone. */
+static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
+    float x[TKVI_BLOCK];
+    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
+    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
+    return n > 0;
+}
+
+/* Blocks behind the sinks that are not exact in RAM. */
+static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
+                              tkvi_promoting *best) {
+    int i;
+    for (i = r->list->sinks; i < r->list->n; i++) {
+        const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
+        const int moved = r->kv->pool.notes[r->ids[i]].moved;
+        float score = 0.0f;
+        if (!tkvi_spilled(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_block_matters(r, i, &score)) continue;
+        tkvi_promoting_offer(best, (int)r->ids[i], score,
+                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_absent(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
+    }
+}
+
+/* The place of a block; -1: it is not there any more. */
+static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
+    int i;
+    for (i = 0; i < r->list->n; i++)
+        if (r->ids[i] == id) return i;
+    return -1;
+}
+
+/* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
+static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                             const tkvi_promoting *best, int *done) {
+    tkv_cache *kv = r->kv;
+    tkv_status st = TKV_OK;
+    int j, i, asked = 0;
+    for (j = 0; j < best->found && !st; j++) {
+        const uint32_t id = (uint32_t)best->out[j];
+        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
+        if (tkvi_better_of(&kv->pool.block[id]) >= 0) {
+            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
+            *done += !st;
+            continue;
+        }
+        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
+            st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
+                               NULL);
+        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
+        tkvi_note_move(kv, id, r->list->len);
+        ++*done;
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_status st;
+    int done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!p || p->by.used < 0 || !p->compute != !p->remat)
+        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
+                         NULL);
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* it was cut */
+    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
+                         p->by.cfg.per_step, "");
+    p->promoted = p->waiting = p->no_source = 0;
+    if (kv->pool.notes) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_bring(&r, seq, layer, p, &best, &done);
+    tkvi_promoting_end(&best, &p->by, done);
+    p->promoted = done;
+    p->waiting = best.waiting + best.found - done;
+    p->no_source = best.no_source;
+    if (st) return st;
+    if (p->no_source && !p->promoted && !p->waiting)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
+                         " (cfg.spill.keep_exact keeps it)");
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_PROMOTION_H */
 /* ======== reference.h ======== */
 /*
  * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, pass
@@ -23070,6 +23522,8 @@ static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
                                              {"scores", TKV_EVICT_SCORES},
                                              {"user", TKV_EVICT_USER},
                                              {NULL, 0}};
+static const tkvi_word tkvi_words_heads[] = {
+    {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
 static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
                                                   {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
                                                   {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
@@ -23177,6 +23631,7 @@ static const tkvi_row tkvi_importance_fields[] = {
     TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
 };
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))

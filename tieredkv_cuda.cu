@@ -14,9 +14,13 @@
  *
  * A cache has its tokens in two pieces of device memory that the caller brings:
  *
- *     tkvcu_desc desc = {0};                       tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
- *     desc.cfg = &cfg;                             cudaMalloc(&cache, bytes); cudaMalloc(&work, work_bytes);
- *     desc.max_tokens = 32768;                     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
+ *     tkvcu_desc desc = {0};
+ *     desc.cfg = &cfg;
+ *     desc.max_tokens = 32768;
+ *     tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
+ *     cudaMalloc(&cache, bytes);
+ *     cudaMalloc(&work, work_bytes);
+ *     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
  *     tkvcu_import(cu, 0, kv, 0, stream);          a prompt that the CPU has seen, or nothing
  *     for each step, for each layer:
  *         tkvcu_append(cu, layer, k, v, TKV_TYPE_F16, 1, NULL, stream);
@@ -35,8 +39,8 @@
  *
  * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
  * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.allocation_unit = 16. Windows hide tokens here and drop none. What the config says of budgets, ladders,
- * eviction, spilling, recomputation, anchors and meters must be zero.
+ * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
+ * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
  *
  * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
  * tieredkv.h, so a cache that grows here has the bytes that it would have there.
@@ -93,7 +97,8 @@ typedef struct tkvcu_desc {
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
  * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
- * error. Waits. */
+ * error. TKVCU_ERR_UNSUPPORTED: the device is older than 8.0, or a block of threads there has less shared
+ * memory than these formats take. Waits. */
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out);
 void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */
@@ -489,6 +494,38 @@ __device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uin
     }
 }
 
+/* The rotation of rotate.h, or back, of all tokens at once; head_dim is a power of two. Begins and ends with
+ * all threads together. */
+__device__ static inline void tkvcu_rotate(float *x, int dim, int back) {
+    const int me = (int)threadIdx.x, all = (int)blockDim.x, stride = dim + 1;
+    int i, h, log2n = 0;
+    while (dim >> (log2n + 1)) log2n++;
+    for (i = me; !back && i < TKVI_BLOCK * dim; i += all) {
+        const int c = i % dim;
+        float *y = x + i / dim * stride + c;
+        const float z = tkvi_clampf(*y, -1e30f, 1e30f); /* as format_r.h; bfloat16 has more */
+        *y = tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
+    }
+    for (h = 1; h < dim; h *= 2) {
+        __syncthreads();
+        for (i = me; i < TKVI_BLOCK * dim / 2; i += all) {
+            const int pair = i % (dim / 2);
+            float *y = x + i / (dim / 2) * stride + pair / h * 2 * h + pair % h;
+            const float a = y[0], b = y[h];
+            y[0] = a + b;
+            y[h] = a - b;
+        }
+    }
+    __syncthreads();
+    for (i = me; i < TKVI_BLOCK * dim; i += all) {
+        const int c = i % dim;
+        float *y = x + i / dim * stride + c;
+        const float z = *y * tkvi_hadamard_norm[log2n];
+        *y = back && tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
+    }
+    __syncthreads();
+}
+
 /* Token t of a V side. */
 __device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (*code)[TKVI_TILE_CODES],
                                             int t, float *x) {
@@ -499,7 +536,6 @@ __device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (
             tkvi_v_values(s, width, code[tile + t / 16], slab, t, d->scale, d->zero, x);
             slab += tkvi_slab_channels(s, width);
         }
-    if (s->format->rotated) tkvi_rotate_back(x, s->dim);
 }
 
 /* A side's 64 tokens to the desk's values, by all threads; exact ones: bf16 or not. */
@@ -528,6 +564,7 @@ __device__ static inline void tkvcu_decode(tkvcu_desk *d, const tkvcu_side *from
                               (size_t)stride);
     }
     __syncthreads();
+    if (from->kind == TKVCU_R) tkvcu_rotate(x, dim, 1);
 }
 
 /* >>encoding: the desk's values as side 1, each kind in the steps of its format_*.h. dst was cleared. */
@@ -586,9 +623,11 @@ __device__ static inline void tkvcu_encode_r(tkvcu_desk *d, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
     const int dim = s->dim;
     uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
+    float *x = tkvcu_values_of(d, dim);
     int t;
+    tkvcu_rotate(x, dim, 0);
     for (t = (int)threadIdx.x; t < TKVI_BLOCK; t += (int)blockDim.x) {
-        const float scale = tkvi_r_token(s, tkvcu_values_of(d, dim) + t * (dim + 1), t, code);
+        const float scale = tkvi_r_rotated(s, x + t * (dim + 1), t, code);
         dst[s->code_bytes + (size_t)t] =
             (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, code, scale), s->top);
     }
@@ -2296,8 +2335,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
 #endif /* TKVCU_ATTEND_H */
 /* ======== combine.h ======== */
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread block per
- * (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart and turned back once.
+ * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
+ * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
+ * and turned back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -2426,11 +2466,20 @@ typedef struct tkvcu_attend_call {
 
 #define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
 
+typedef void (*tkvcu_attend_function)(tkvcu_job);
+
+typedef struct tkvcu_grid { /* a launch for 8 or 16 columns */
+    tkvcu_attend_function kernel;
+    size_t shared;
+    int blocks;
+} tkvcu_grid;
+
 typedef struct tkvcu_split { /* what is the same in all calls */
     float *partial;
-    int n_seqs, processors;
-    int slot_bytes, meta_bytes,
-        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
+    int n_seqs;
+    int slot_bytes, meta_bytes; /* shared memory of a warp */
+    int groups;                 /* of V's channels: 1, or 2 where KIVI has two */
+    tkvcu_grid grid[2];         /* by n-tiles, from 1 */
 } tkvcu_split;
 
 /* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
@@ -2450,21 +2499,19 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
     return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for these sides too (host memory). */
+/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
+ * head, 4 bits a value (allocate.h), so that a captured launch is right for tables that come later. */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
     for (i = 0; i < n; i++) {
-        if (side[i].kind == TKVCU_EXACT) continue;
-        s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
-        if (side[i].kind != TKVCU_KIVI) continue;
-        s->groups = head_dim / 64;
+        if (side[i].kind == TKVCU_KIVI) s->groups = head_dim / 64;
+        if (side[i].kind == TKVCU_KIVI) s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
+        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 34 * head_dim);
     }
     s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
 }
-
-typedef void (*tkvcu_attend_function)(tkvcu_job);
 
 /* The kernel for this, and its shared memory. */
 static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
@@ -2488,16 +2535,24 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
     return row[i].kernel;
 }
 
-static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
-                                    void *work) {
-    int device = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    (void)cfg;
-    (void)max_queries;
-    memset(s, 0, sizeof *s);
-    s->partial = (float *)work;
-    s->n_seqs = n_seqs;
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount, device);
+/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
+ * of every kernel: another cache may use the same one. *fits: there is enough of it. */
+static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int max_queries, int processors,
+                                     int most, int *fits) {
+    cudaError_t e = cudaSuccess;
+    int n;
+    for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
+        tkvcu_grid *grid = &s->grid[n - 1];
+        int resident = 1;
+        grid->kernel = tkvcu_attend_of(s, cfg->head_dim, n, &grid->shared);
+        *fits = grid->shared <= (size_t)most;
+        if (!*fits) break;
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        if (e == cudaSuccess)
+            e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
+                                                              grid->shared);
+        grid->blocks = tkvi_min(TKVCU_MAX_BLOCKS, processors * tkvi_max(1, resident));
+    }
     return e;
 }
 
@@ -2505,14 +2560,8 @@ static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n
 static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
                                        const tkv_config *cfg, cudaStream_t stream) {
     const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
-    size_t shared;
-    const tkvcu_attend_function f = tkvcu_attend_of(s, v->head_dim, nt, &shared);
-    int resident = 1;
+    const tkvcu_grid *grid = &s->grid[nt - 1];
     tkvcu_job j;
-    cudaError_t e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (e == cudaSuccess)
-        e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, f, TKVCU_THREADS, shared);
-    if (e != cudaSuccess) return e;
     memset(&j, 0, sizeof j);
     j.view = *v;
     j.q = c->q;
@@ -2526,12 +2575,13 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
     j.n_entries = s->n_seqs;
     j.n_queries = c->n_queries;
     j.window = c->window;
-    j.blocks = tkvi_min(TKVCU_MAX_BLOCKS, s->processors * tkvi_max(1, resident));
+    j.blocks = grid->blocks;
     j.scale = c->scale;
     j.softcap = c->softcap;
     j.slot_bytes = s->slot_bytes;
     j.meta_bytes = s->meta_bytes;
-    TKVCU_LAUNCH(f, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, j);
+    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
+                 stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
                  dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
     return cudaGetLastError();
@@ -2940,13 +2990,34 @@ static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
     return st;
 }
 
+static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
+    int device = 0;
+    const int st = tkvcu_checked(cu, cudaGetDevice(&device));
+    return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
+}
+
+/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
+ * threads. */
+static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
+    int most = 0, processors = 0, fits,
+        st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    if (st) return st;
+    fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
+    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
+    if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
+    return st ? st
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+}
+
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out) {
     tkvcu_plan d;
     tkvcu_arena a = {0, 0, 0};
     tkv_config cfg;
     tkvcu *cu;
-    int st;
+    int major = 0, st;
     if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
         return TKV_ERR_ARG;
     a.base = (uintptr_t)d_cache;
@@ -2966,13 +3037,12 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     cfg.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
-    if (!st)
-        st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
-    if (!st)
-        st = tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    (int)tkvcu_desk_bytes(cfg.head_dim)));
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
+    if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
+    cu->split.partial = (float *)d_work;
+    cu->split.n_seqs = cu->n_seqs;
     if (!st) st = tkvcu_clear(cu, stream);
+    if (!st) st = tkvcu_ready(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;

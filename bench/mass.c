@@ -6,11 +6,13 @@
  *
  *   --ctx 8192,32768  --every 32,16,1  --format tiers    tokens; cfg.importance_every; plan
  *   --heads 32 --kv-heads 8 --dim 128                    one shape instead of two
- *   --isa avx2  --layers 4  --seconds 5                  8 layers at most; seconds per row
+ *   --isa avx2  --layers 4  --seconds 3  --csv           8 layers at most; seconds per row
+ *   --group mean                                         cfg.importance.heads: mean, max, sum
  *
  * A run is 32 tokens, appended and attended to in every layer and taken away again (tkv_abort). `step` is the time of
  * tkv_attend per token and layer without gathering, `more` what gathering adds: means over tokens and layers of
- * the least CPU time of each call. The rest of a model's step would make the share smaller.
+ * the least CPU time of each call. `pairs` is the median over runs of the same share, each run's 32 tokens with it
+ * against without. The rest of a model's step would make the share smaller.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
@@ -20,7 +22,7 @@
 
 #include "bench.h"
 
-enum { STEPS = 32, LAYERS = 8, NEVER = 1 << 30 };
+enum { STEPS = 32, LAYERS = 8, NEVER = 1 << 30, RUNS = 1000 };
 
 typedef struct race {
     tkv_cache *kv;
@@ -29,8 +31,10 @@ typedef struct race {
     double least[2][STEPS][LAYERS]; /* seconds of each call, without gathering and with it */
 } race;
 
-static void run(race *r, int every) {
+/* What gathering adds to a run, as a part of what it takes without. */
+static double run(race *r, int every) {
     const size_t row = (size_t)(r->cfg.n_kv_heads * r->cfg.head_dim);
+    double sum[2] = {0.0, 0.0};
     int i, layer, k;
     bench_must(tkv_begin(r->kv, 0), "tkv_begin");
     for (i = 0; i < STEPS; i++)
@@ -40,18 +44,21 @@ static void run(race *r, int every) {
                        "tkv_append");
             for (k = -1; k < 2; k++) { /* the first call warms up */
                 double t, *least = &r->least[k == 1][i][layer];
-                r->kv->tables.cfg.importance_every = k == 1 ? every : NEVER;
+                r->kv->mass.every = k == 1 ? every : NEVER;
                 t = bench_seconds(1);
                 bench_must(tkv_attend(r->kv, 0, layer, r->q, 1, r->out), "tkv_attend");
                 t = bench_seconds(1) - t;
-                if (k >= 0 && (*least <= 0.0 || t < *least)) *least = t;
+                if (k < 0) continue;
+                if (*least <= 0.0 || t < *least) *least = t;
+                sum[k] += t;
             }
         }
     bench_must(tkv_abort(r->kv, 0), "tkv_abort");
+    return sum[1] / sum[0] - 1.0;
 }
 
-static void measure(const tkv_config *shape, const char *plan, int ctx, int every, double seconds) {
-    double mean[2] = {0.0, 0.0}, start;
+static void measure(const tkv_config *shape, const char *plan, int ctx, int every, double seconds, int csv) {
+    double mean[2] = {0.0, 0.0}, more[RUNS], start;
     uint64_t seed = 1;
     race r;
     int i, which, layer, runs = 0;
@@ -64,13 +71,16 @@ static void measure(const tkv_config *shape, const char *plan, int ctx, int ever
     r.out = (float *)bench_alloc((size_t)(r.cfg.n_heads * r.cfg.head_dim) * sizeof(float));
     bench_must(tkv_create(&r.cfg, &r.kv), "tkv_create");
     for (layer = 0; layer < r.cfg.n_layers; layer++) bench_append(r.kv, &r.cfg, layer, ctx, r.values);
-    for (start = bench_seconds(0); runs < 3 || bench_seconds(0) - start < seconds; runs++) run(&r, every);
+    for (start = bench_seconds(0); runs < 3 || (runs < RUNS && bench_seconds(0) - start < seconds); runs++)
+        more[runs] = run(&r, every);
     for (which = 0; which < 2; which++)
         for (i = 0; i < STEPS; i++)
             for (layer = 0; layer < r.cfg.n_layers; layer++)
                 mean[which] += r.least[which][i][layer] * 1e6 / (double)(STEPS * r.cfg.n_layers);
-    printf("%-8s %7d %6d %6d %10.2f %9.2f %7.2f%%\n", plan, ctx, every, runs, mean[0], mean[1] - mean[0],
-           100.0 * (mean[1] / mean[0] - 1.0));
+    printf(csv ? "%s,%d,%d,%d,%.2f,%.2f,%.3f,%.3f,%d,%d,%d\n"
+               : "%-8s %7d %6d %6d %10.2f %9.2f %7.2f%% %7.2f%%\n",
+           plan, ctx, every, runs, mean[0], mean[1] - mean[0], 100.0 * (mean[1] / mean[0] - 1.0),
+           100.0 * bench_median(more, runs), shape->n_heads, shape->n_kv_heads, shape->head_dim);
     fflush(stdout);
     tkv_destroy(r.kv);
     free(r.values);
@@ -81,9 +91,11 @@ static void measure(const tkv_config *shape, const char *plan, int ctx, int ever
 int main(int argc, char **argv) {
     static const int shapes[2][3] = {{32, 8, 128}, {9, 3, 64}};
     const char *ctxs = bench_option(argc, argv, "ctx"), *everies = bench_option(argc, argv, "every");
-    const char *plan = bench_option(argc, argv, "format");
+    const char *plan = bench_option(argc, argv, "format"), *group = bench_option(argc, argv, "group");
+    const int csv = bench_option(argc, argv, "csv") != NULL;
     const int single = bench_option(argc, argv, "heads") || bench_option(argc, argv, "dim");
     int shape;
+    if (csv) printf("format,ctx,every,runs,step_us,more_us,more_percent,pairs_percent,heads,kv_heads,dim\n");
     for (shape = 0; shape < (single ? 1 : 2); shape++) {
         const char *list = ctxs ? ctxs : "8192,32768", *some;
         char ctx[32], every[32];
@@ -95,15 +107,20 @@ int main(int argc, char **argv) {
             cfg.head_dim = shapes[shape][2];
         }
         cfg.n_layers = bench_number(argc, argv, "layers", 4);
+        if (group)
+            cfg.importance.heads = group[0] == 's'   ? TKV_IMPORTANCE_SUM
+                                   : group[1] == 'a' ? TKV_IMPORTANCE_MAX
+                                                     : TKV_IMPORTANCE_MEAN;
         if (cfg.n_layers < 1 || cfg.n_layers > LAYERS) fprintf(stderr, "--layers: 1 to 8\n"), exit(1);
-        printf("gathering: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, %s kernels\n",
-               cfg.head_dim, cfg.n_heads, cfg.n_kv_heads, cfg.n_layers, isa);
-        printf("%-8s %7s %6s %6s %10s %9s %8s\n", "format", "ctx", "every", "runs", "step us", "more us",
-               "more");
+        if (!csv)
+            printf("gathering: head_dim %d, %d query and %d KV heads, %d layers, 1 thread, %s kernels\n"
+                   "%-8s %7s %6s %6s %10s %9s %8s %8s\n",
+                   cfg.head_dim, cfg.n_heads, cfg.n_kv_heads, cfg.n_layers, isa, "format", "ctx", "every",
+                   "runs", "step us", "more us", "more", "pairs");
         while (bench_word(&list, ctx, sizeof ctx))
             for (some = everies ? everies : "32,16,1"; bench_word(&some, every, sizeof every);)
                 measure(&cfg, plan ? plan : "tiers", atoi(ctx), atoi(every),
-                        (double)bench_number(argc, argv, "seconds", 5));
+                        (double)bench_number(argc, argv, "seconds", 3), csv);
     }
     return 0;
 }

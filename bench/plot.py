@@ -231,7 +231,7 @@ KEEPING = {"dropped, the others exact": ("#d55e00", "^"), "compressed": ("#0072b
 def keeping_of(name):
     if name.startswith("f16+"):
         return "dropped, the others exact"
-    return "dropped and compressed" if "+" in name else "compressed"
+    return "dropped and compressed" if "+" in name and not name.endswith("+anchors") else "compressed"
 
 
 def draw_keeping(rows, path):

@@ -13,13 +13,19 @@
 
 #include "spill.h"
 
+/* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
+static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return tkvi_absent(b) && tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+}
+
 /* Has a layer blocks with positions from .. to - 1 that nobody has? */
 static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
     for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
-        lacks = tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_block_start(kv, ids, i) < to &&
+        lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
 }
@@ -65,8 +71,8 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 }
 
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
- * and to fetch is cheaper than to compute. Returns the bytes of what went. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
+ * and to fetch is cheaper than to compute. Returns the bytes of what went; *last: where the last of it ended. */
+static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -78,6 +84,7 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to) {
             const int slot = b->slot;
             if (tkvi_spilled(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
+            *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             b->page = TKVI_NIL;
             b->slot = 0;
             kv->pool.n_spilled++;
@@ -96,7 +103,7 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* The first block that may go, of the sequence that nobody has used for longest, does. 0: there is none. */
 static int tkvi_vacate_idle(tkv_cache *kv) {
-    int seq, start, end, from = -1, to = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end) || end > tkvi_vacant_to(kv, seq, kv->tables.level))
@@ -104,7 +111,7 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to) > 0;
+    return from >= 0 && tkvi_vacate(kv, from, to, &end) > 0;
 }
 
 #endif /* TKVI_ABSENT_H */

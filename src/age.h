@@ -137,6 +137,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
     }
     b = &kv->pool.block[ids[i]];
+    tkvi_note_move(kv, ids[i], list->len);
     b->via = via;
     if (packs) {
         b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);

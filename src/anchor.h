@@ -122,21 +122,19 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const int first = p->sink, last = p->sink + kv->tables.cfg.n_anchors;
     tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
-    tkvi_mass m;
     uint64_t there;
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
     there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    newest = tkvi_mass_newest(kv, list, ids);
     tkvi_mass_meet(kv, ids[0], ids[i]);
-    tkvi_mass_now(kv, &m, ids[i], list->len, newest, mine);
+    tkvi_mass_now(kv, ids[i], list->len, newest, mine);
     for (t = 0; t < TKVI_BLOCK; t++) {
         int slot;
         if (!(there >> t & 1)) continue;
-        tkvi_mass_now(kv, &m, ids[0], list->len, newest, a);
+        tkvi_mass_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;

@@ -110,6 +110,7 @@
 #define tkv_merge_lse TKV_NAME_(tkv_merge_lse)
 #define tkv_observe TKV_NAME_(tkv_observe)
 #define tkv_pin TKV_NAME_(tkv_pin)
+#define tkv_pin_until TKV_NAME_(tkv_pin_until)
 #define tkv_policy_init TKV_NAME_(tkv_policy_init)
 #define tkv_policy_observe TKV_NAME_(tkv_policy_observe)
 #define tkv_policy_parse TKV_NAME_(tkv_policy_parse)
@@ -120,6 +121,7 @@
 #define tkv_policy_target TKV_NAME_(tkv_policy_target)
 #define tkv_preset_name TKV_NAME_(tkv_preset_name)
 #define tkv_promote TKV_NAME_(tkv_promote)
+#define tkv_promote_by_importance TKV_NAME_(tkv_promote_by_importance)
 #define tkv_quality TKV_NAME_(tkv_quality)
 #define tkv_quality_of TKV_NAME_(tkv_quality_of)
 #define tkv_quality_reset TKV_NAME_(tkv_quality_reset)
@@ -351,6 +353,11 @@ typedef enum tkv_importance_strategy {
     TKV_IMPORTANCE_PERSISTENCE, /* "persistence": less 1 for each step with a mass below `low` (ScissorHands) */
     TKV_IMPORTANCE_STRATEGIES
 } tkv_importance_strategy;
+typedef enum tkv_importance_heads {
+    TKV_IMPORTANCE_MEAN = 0,
+    TKV_IMPORTANCE_MAX,
+    TKV_IMPORTANCE_SUM
+} tkv_importance_heads;
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
@@ -358,6 +365,8 @@ typedef struct tkv_importance_config { /* zero means the strategy's own */
     float recency;   /* weight of the age, 0 to 1e6 */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
+    /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
+    tkv_importance_heads heads;
 } tkv_importance_config;
 typedef enum tkv_evict_kind {
     TKV_EVICT_NONE = 0,     /* "none": TKV_ERR_BUDGET where something would have to go */
@@ -557,7 +566,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq);
 /* Memory for n more tokens in every layer, demotion included, now: the appends that bring each layer of
  * seq to its length + n cannot fail for memory. Held until then, or until tkv_reset, or tkv_flush of
- * what is not due. n up to max_append. */
+ * what is not due, or a cut of tokens if others were evicted. n up to max_append. */
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n);
 
 /* >>attend. Attention of the last n tokens of the sequence (append them first), causal among themselves,
@@ -860,7 +869,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 400 more with cfg.evict or cfg.importance_every, and
+ * the index stay in RAM (40 bytes or so a block and layer, 424 more with cfg.evict or cfg.importance_every, and
  * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
@@ -882,10 +891,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
  * it is outside, as it is. It counts in the budget, and nothing else is touched for it. Under a budget it is the
  * first to be compressed again; without one it stays. Errors, nothing changed: TKV_ERR_NO_SOURCE (it is in RAM and
  * nothing better is kept: decoding restores nothing), TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
- * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Which blocks to promote, by the importance of each:
- *     tkv_importance_promote(&p, score, source, moved, n_blocks, step, out, &count);  8 a step, none twice in 4
- *     for (i = 0; i < count; i++) if (tkv_promote(kv, seq, layer, start_of[out[i]])) break;
- * `source` has the bits of blocks that are not exact, all of them with keep_exact. */
+ * TKV_ERR_IO, TKV_ERR_DATA, TKV_ERR_RANGE, TKV_ERR_ARG. Those that matter: tkv_promote_by_importance. */
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
 
 /* >>quality feedback. A controller turns scores of quality, 0 to 1 with 1 for no loss, into advice: more hot tokens
@@ -1059,11 +1065,6 @@ TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_impo
 /* Importance as of step `now`, which is the newest token's position. position NULL: 0 .. n-1. Errors as above. */
 TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
                                        const int *position, int n, int now, float *out);
-typedef enum tkv_importance_heads {
-    TKV_IMPORTANCE_MEAN = 0,
-    TKV_IMPORTANCE_MAX,
-    TKV_IMPORTANCE_SUM
-} tkv_importance_heads;
 /* Weights of several query heads as one: rows [n_heads][stride] to out[n]. stride 0: n; out may not lie in them. */
 TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
                                             int n_heads, int n, float *out);
@@ -1077,21 +1078,27 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 400 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
- *     h2o; strategies hybrid, accumulation     weights, summed over query heads and queries
- *     strategy heavy_hitter                    the largest weight that any head of any query gave
+ * cfg.evict asks for it; 424 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
+ *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
- *     tova                                     weights of the newest query alone, summed over heads
+ *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        those of the newest evict.recent_tokens queries
  * The policy decides; one that needs none of these, and "scores", "user", "none", leave it to the strategy;
- * "recency" gathers nothing. Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells
- * of those at one in cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads
- * and layers in turns, so sums are about that part of the whole. What happens between two appends is a step; for
- * each token that came since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy
- * decides): after a chunk of 64 by its 64th power; those of newest queries begin anew with each step. Sums end at
- * 4,095, counts at 16,777,215. The output of tkv_attend does not depend on this, sums do not depend on threads.
- * Costs a second pass over the keys for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang:
- * elsewhere only tkv_importance_add_to brings something.
+ * "recency" gathers nothing. The weight that a KV head gave is what importance.heads makes of those of its
+ * n_heads / n_kv_heads query heads: their mean, the largest, or the sum. Mean and sum differ by that constant factor
+ * alone: policies choose the same tokens by both, but recency and thresholds stand against another number. Of lows,
+ * the mean or sum of the heads' counts, or (max) whether all heads gave less. max, and mean and sum for heavy_hitter,
+ * put the heads of a query together first, where there are more than 8 as many as run together.
+ *
+ * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
+ * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
+ * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
+ * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 16,777,215.
+ * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
+ * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
+ * brings something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
@@ -1224,10 +1231,14 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
  * dropping last. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's heads as one.
  *
- * What is left keeps its positions, masks and windows go by them. Bytes come back when a block of 64 is empty or when
- * neighbours fit into one: coded blocks are decoded and coded again for that, which costs a little more of their
- * quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What is gone is gone:
- * truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 400 bytes for 64 tokens of a layer know of it. */
+ * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
+ * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
+ * does for texts longer than a model knows: coded ones would have to be decoded, turned and coded again with each
+ * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
+ * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
+ * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
+ * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 424 bytes for 64 tokens of a
+ * layer know of it. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;
     int layer;                     /* TKV_NONE: all of them */
@@ -1245,6 +1256,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
 /* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
+/* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
+ * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
+ * length is not 1 to 2^30 - 2. */
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length);
 /* Bits of those of tokens start .. start+n-1 that are there. */
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask);
 
@@ -1356,6 +1371,29 @@ TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_bloc
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+
+/* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
+ * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
+ * (tkv_importance_of). Those that nobody has come back by compute, which is asked for all that is missing, front to
+ * back, as much as remat has FLOPs for (tkv_recompute; its steps are lengths of the layer here). */
+typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may share one, and then the limit */
+    tkv_importance_promotion by; /* by.cfg: threshold, limit, cool-down: .05, 8, 4 if they are 0 */
+    tkv_remat *remat;            /* NULL, as compute: what nobody has has no source */
+    tkv_compute compute;
+    void *user;
+    /* of the last call, blocks that matter: */
+    int promoted;
+    int waiting;   /* for the limit, the cool-down, FLOPs, or because of an error */
+    int no_source; /* nothing better is kept */
+} tkv_promotion;
+/* A step is what happens at one length of the layer. A block has moved when it came back and when it was coded or
+ * went outside, by hand or because of age or bytes. Age counts in hybrid's importance: with tau 64 what is younger
+ * than 115 tokens is above the threshold by that alone, "accumulation" counts attention only. TKV_ERR_NO_SOURCE:
+ * blocks matter, and of none of them anything better is kept; those that are exact do not count. TKV_ERR_CONFIG:
+ * nothing is gathered (cfg.importance_every), or by.cfg; TKV_ERR_ARG; errors of tkv_promote and tkv_recompute: what
+ * came before stays, and p says how much. In a full cache TKV_ERR_BUDGET is usual: nothing makes room for it.
+ * O(tokens of the layer), and a fetch of each block that comes. */
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
 /* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */

@@ -36,6 +36,7 @@ typedef struct tkvi_call {
     int heads_per_kv;
     const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
     int tile;              /* rows of a unit */
+    int tell;              /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
     int listen;      /* statistics of this layer are wanted (learn.h) */
@@ -43,7 +44,7 @@ typedef struct tkvi_call {
     int meter;       /* the quality meter watches a head of it (meter.h) */
     tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
     int *failed;     /* of all tasks: bits of tkvi_failure */
-    tkvi_mass mass;  /* what is gathered of what queries look at */
+    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -87,10 +88,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
     for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes) tkvi_mass_init(&c->mass, cfg);
+    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
-    c->tile = TKVI_ROWS;
+    c->tell = TKVI_ROWS;
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+        c->tell -= TKVI_ROWS % c->heads_per_kv;
+    c->tile = c->tell;
     c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -234,7 +238,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -262,6 +266,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -362,10 +367,17 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
     return bytes;
 }
 
+/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
+ * refused: its tokens were evicted, are anchors, or lie behind the window. */
+static int tkvi_seen_to(const tkvi_unit *u, int i) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+}
+
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
 static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
     const tkvi_record *rec;
     if (end <= u->low || start >= u->high) return 0;
@@ -750,9 +762,9 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 /* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
 static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = &u->call->mass;
+    const tkvi_mass *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
-    if (!m->mode) return u->rows;
+    if (!m) return u->rows;
     for (; r < u->rows; r++) {
         const int at = tkvi_position(u, tkvi_query_of(u, r));
         if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
@@ -780,13 +792,23 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
     return n;
 }
 
+/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+    if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
+        (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
+        return 1;
+    }
+    memset(p, 0, TKVI_BLOCK * sizeof *p);
+    return 0;
+}
+
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
 static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-    const tkvi_mass *m = &u->call->mass;
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
+    const tkvi_mass *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
-    int i, r, t;
+    int i, r, t, end, any;
     tkvi_load_queries(u, q);
     for (r = 0; r < u->rows; r++) {
         low[r] = m->importance.low;
@@ -797,14 +819,18 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         const uint64_t gone = kv->pool.block[u->ids[i]].gone;
         if (!tkvi_block_scores(u, q, i, scores)) continue;
         memset(said, 0, sizeof said);
-        for (r = 0; r < u->rows; r++) {
-            if (!tkvi_is_finite(lse[r]) || TKVI_IS_HIDDEN(lse[r])) continue; /* NaN, or it sees no key */
-            (void)kv->kernels->exp64(scores + r * TKVI_BLOCK, lse[r], p);
-            m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        for (r = 0; r < u->rows; r = end) {
+            any = tkvi_weights_of(u, scores, lse[r], r, p);
+            for (end = r + 1; m->heads && end < u->rows && tkvi_query_of(u, end) == tkvi_query_of(u, r);
+                 end++) {
+                any |= tkvi_weights_of(u, scores, lse[end], end, more);
+                m->heads(NULL, more, 0.0f, p);
+            }
+            if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, m, u->ids[i], u->list->len, said);
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
     }
 }
 
@@ -922,7 +948,7 @@ static void tkvi_run_gather(void *ctx, int index) {
 /* Does any unit tell? Serves only to wake no threads in vain. */
 static int tkvi_any_tells(const tkvi_work *w) {
     int i, any = 0;
-    for (i = 0; i < w->n_units && w->call->mass.mode && !any; i++) {
+    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
         tkvi_unit u;
         tkvi_find_unit(w->call, i, &u);
         any = tkvi_next_teller(&u, 0) < u.rows;
@@ -1019,7 +1045,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_reach(kv, u->list, u->ids, i);
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_block *b = &kv->pool.block[u->ids[i]];
@@ -1053,11 +1079,11 @@ static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *
     tkvi_gather_mass(u, sums, 0, u->list->n, &q);
 }
 
-/* Eight rows of a unit */
+/* Eight rows of a unit, or as many as are gathered together. */
 static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
     tkvi_unit eight = *u;
     eight.first += first;
-    eight.rows = tkvi_min(TKVI_ROWS, u->rows - first);
+    eight.rows = tkvi_min(u->call->tell, u->rows - first);
     return eight;
 }
 
@@ -1071,7 +1097,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.far = from->far + first;
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass.mode) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_many_gather(&eight, &sums);
 }
 
 static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
@@ -1091,7 +1117,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     tkvi_many_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
     tkvi_many_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += TKVI_ROWS) tkvi_many_finish(u, &sums, first);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
 }
 
 /* The quality meter compares kernels.h's scores with its own: rows that it samples are done again. */
@@ -1116,7 +1142,7 @@ static void tkvi_run_many(void *ctx, int index) {
     int first;
     tkvi_find_unit(w->call, index, &u);
     tkvi_many_unit(&u);
-    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += TKVI_ROWS) {
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
         const tkvi_unit eight = tkvi_many_eight(&u, first);
         tkvi_many_measure(w, &eight);
     }
@@ -1252,8 +1278,9 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
     } else {
         c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile -= c.tile % c.tell;
         tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
-        c.tile = TKVI_ROWS;
+        c.tile = c.tell;
     }
     if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;

@@ -493,7 +493,6 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     }
     memset(kv->need, 0, (size_t)n * sizeof *kv->need);
     kv->clock++;
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
         tkvi_peak paper = tkvi_paper(kv);
         kv->pool.spare = kv->tables.spare;
@@ -510,8 +509,10 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     kv->tables.cfg.budget_bytes = bytes;
     if (!tkvi_make_room(kv, 0, bytes)) {
         kv->tables.cfg.budget_bytes = had;
+        if (!had) kv->pool.spare = 0;
         return tkvi_over_budget(kv, takes);
     }
+    if (!had) tkvi_end_promises(kv); /* they were for ages */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);

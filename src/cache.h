@@ -9,6 +9,7 @@
 #ifndef TKVI_CACHE_H
 #define TKVI_CACHE_H
 
+#include "mass_mode.h"
 #include "meter.h"
 #include "pool.h"
 
@@ -95,6 +96,7 @@ struct tkv_cache {
     /* what is recomputed (absent.h) */
     uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
     uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (mass.h) */
     /* what is dropped (drop.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -179,6 +181,11 @@ static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
 }
 
+/* It has changed its tier: promotion waits a while (promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+}
+
 /* End of the positions that block i may have tokens of. */
 static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -192,14 +199,16 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
  * returns the place behind them. */
 static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
     tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, anchored = b->anchored;
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->anchored = 0;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
@@ -449,6 +458,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;

@@ -42,6 +42,12 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+}
+
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
@@ -270,19 +276,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const tkvi_notes *notes = &kv->pool.notes[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         const int first = c->n;
         float mass[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, mass);
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS) tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int at;
@@ -291,13 +295,13 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->position[c->n] = at;
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
-            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || notes->pinned >> t & 1 ||
+            if (b->refs > 1 || (tkvi_spilled(b) && kv->for_bytes) || pinned >> t & 1 ||
                 (p && p->pinned && tkvi_has(p->pinned, at)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(&m, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -308,17 +312,17 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
     return v;
 }
 
-/* So many tokens of a layer may stay, of `keep` on average: the pyramid's layers have budgets of their own. */
+/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
 static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
     tkv_evict_budget b;
-    if (cfg->kind != TKV_EVICT_PYRAMIDKV) return keep;
+    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         if (i == layer) mine = n;
         n += kv->tables.plan[i].stored == i;
     }
     memset(&b, 0, sizeof b);
-    b.shape = TKV_EVICT_PYRAMID;
+    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
     b.n_layers = n;
     b.total = (int64_t)n * keep;
     b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
@@ -347,13 +351,18 @@ static void tkvi_let_go(tkv_cache *kv, int seq, int layer, tkvi_choice *c) {
 /* At most `keep` tokens of a layer stay; or, without `really`, only what could be wrong is found. */
 static tkv_status tkvi_evict(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
                              const tkv_evict_params *p, int keep, int really) {
-    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    tkv_evict_config by = *cfg;
     tkvi_choice c;
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, &c);
+    tkv_evict_view v;
     tkv_status st;
+    int needs;
+    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(by.kind);
+    v = tkvi_look(kv, seq, layer, p, needs, &c);
     keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c.n)); /* anchors stay */
     if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c.score, c.n);
-    else if ((st = tkv_evict_score(cfg, &v, c.score)) != TKV_OK) return st;
+    else if ((st = tkv_evict_score(&by, &v, c.score)) != TKV_OK) return st;
     st = tkv_evict_select(cfg, &v, c.score, keep, c.victims, NULL);
     if (!st && really) tkvi_let_go(kv, seq, layer, &c);
     return st;
@@ -395,7 +404,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(tkvi_spilled(&kv->pool.block[ids[i]])
                               ? tkvi_there_in(kv, list, ids, i)
-                              : kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+                              : tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
@@ -405,9 +414,7 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer) {
 static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
-    const int in_order =
-        kind == TKV_EVICT_SLIDING || kind == TKV_EVICT_FIFO; /* block after block is emptied */
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order;
     const int stay = tkvi_stay_of(kv, seq, layer);
     int i, stretches = 1, shared = 0, key = -1, out = 0, tokens_out = 0, held = 0;
     for (i = list->sinks; i < list->n; i++) {
@@ -416,7 +423,7 @@ static int tkvi_rest_of(const tkv_cache *kv, int seq, int layer) {
                      (i > list->sinks && tkvi_tier_at(list, i) != tkvi_tier_at(list, i - 1));
         key = kv->tables.coding[b->coding].key;
         shared |= b->refs > 1;
-        held += tkvi_spilled(b) || (kv->pool.notes[ids[i]].pinned | kv->pool.notes[ids[i]].anchored);
+        held += tkvi_spilled(b) || (tkvi_pinned_in(kv, list, ids[i]) | kv->pool.notes[ids[i]].anchored);
         if (!tkvi_spilled(b)) continue;
         out++;
         tokens_out += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));

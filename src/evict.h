@@ -8,201 +8,37 @@
  *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
  *     victims    0 0 1 1 1 0 1 1 0 0
  *
- * Where the definitions come from stands at each score. All see a layer's heads as one: sums or means over heads, so
- * that a token goes from all of them (the papers select per head). May call select, importance.
+ * To add a policy:
+ *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
+ *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *      (text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention
+ * the row says, and mass.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
+ * select per head): what comes from heads is sums or means over them. May call the policies' files.
  */
 #ifndef TKVI_EVICT_H
 #define TKVI_EVICT_H
 
-#include "importance.h"
-
-/* A token has its place here: in range, and not gone before. */
-static int tkvi_is_alive(const tkv_evict_view *v, int i) { return !v->alive || tkvi_has(v->alive, i); }
-
-static int tkvi_position_of(const tkv_evict_view *v, int i) { return v->position ? v->position[i] : i; }
-
-/* >>scores: out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
-typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out);
-
-/* StreamingLLM (arXiv 2309.17453, section 3.2): first tokens, kept as sinks, and the newest. FIFO: without sinks. */
-static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    for (i = 0; i < v->n; i++) out[i] = (float)tkvi_position_of(v, i);
-}
-
-/* Scores that are there already. H2O (2306.14048, section 4): attention probabilities, summed over all queries since
- * the token came. TOVA (2401.06104): those of the newest query, mean over the heads of the layer. */
-static void tkvi_score_copy(const tkv_evict_view *v, const float *from, float sign, float *out) {
-    int i;
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = sign * from[i];
-}
-
-static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->mass, 1.0f, out);
-}
-
-static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->last, 1.0f, out);
-}
-
-/* Knorm (2406.11430): keys of a small L2 norm get much attention, so the longest go. */
-static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->norms, -1.0f, out);
-}
-
-static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->scores, 1.0f, out);
-}
-
-/* ScissorHands (2305.17118): tokens are counted, in a history window, each time they get less than an even share; when
- * the budget is full those with the highest counts go, many at once, but for the recent ones. */
-static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)cfg;
-    (void)recent;
-    tkvi_score_copy(v, v->lows, 1.0f, out);
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i) && out[i] > 0.0f) out[i] = -out[i];
-}
-
-/* SnapKV (2404.14469, section 4): attention that the last queries of the prompt, the observation window, give to what
- * is before it, averaged over neighbours (beyond the ends there are zeros, as the authors' code has it); the window
- * itself stays. PyramidKV (2406.02069, section 4) selects in the same way. */
-static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    const int before = tkvi_max(0, v->n - recent), half = cfg->pool / 2;
-    float most = 0.0f;
-    int i, j;
-    for (i = 0; i < before; i++) {
-        const int end = tkvi_min(before, i + half + 1);
-        double sum = 0.0;
-        for (j = tkvi_max(0, i - half); j < end; j++)
-            if (tkvi_is_alive(v, j)) sum += (double)v->observed[j];
-        out[i] = (float)(sum / cfg->pool);
-        most = out[i] > most ? out[i] : most;
-    }
-    for (; i < v->n; i++)
-        out[i] = most; /* where the budget is smaller than the window, the oldest of it go last */
-}
-
-static double tkvi_key_dot(const float *a, const double *b, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += (double)a[c] * b[c];
-    return sum;
-}
-
-static double tkvi_key_norm(const float *k, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += (double)k[c] * (double)k[c];
-    return sqrt(sum);
-}
-
-static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h, int head_dim) {
-    return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
-}
-
-/* KeyDiff (2504.15364, section 3): the anchor is the mean of the directions of all keys; the score is the cosine
- * between key and anchor, negated, and here its mean over the KV heads. */
-static void tkvi_add_direction(const float *k, int dim, double *anchor) {
-    const double norm = tkvi_key_norm(k, dim);
-    int c;
-    for (c = 0; norm > 0.0 && c < dim; c++) anchor[c] += (double)k[c] / norm;
-}
-
-static double tkvi_anchor_length(const double *x, int dim) {
-    double sum = 0.0;
-    int c;
-    for (c = 0; c < dim; c++) sum += x[c] * x[c];
-    return sqrt(sum);
-}
-
-/* The cosine; length: the anchor's. What is not finite stays so. */
-static float tkvi_likeness(const float *k, const double *anchor, double length, int dim) {
-    const double norm = tkvi_key_norm(k, dim) * length;
-    if (!tkvi_is_finite((float)norm)) return (float)norm;
-    return norm > 0.0 ? (float)(tkvi_key_dot(k, anchor, dim) / norm) : 0.0f;
-}
-
-static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent,
-                                 float *out) {
-    double anchor[TKV_MAX_HEAD_DIM], length;
-    const int dim = v->head_dim;
-    int h, i;
-    (void)cfg;
-    (void)recent;
-    for (i = 0; i < v->n; i++) out[i] = 0.0f;
-    for (h = 0; h < v->n_kv_heads; h++) {
-        memset(anchor, 0, sizeof anchor);
-        for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
-                tkvi_add_direction(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), dim, anchor);
-        length = tkvi_anchor_length(anchor, dim);
-        for (i = 0; i < v->n; i++)
-            if (tkvi_is_alive(v, i))
-                out[i] -= tkvi_likeness(tkvi_key_of(v->keys, i, v->n_kv_heads, h, dim), anchor, length, dim) /
-                          (float)v->n_kv_heads;
-    }
-}
-
-/* A hash of seed and position (splitmix64): the same token has the same lot, whoever else is there. */
-static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)recent;
-    for (i = 0; i < v->n; i++) {
-        uint64_t z =
-            (uint64_t)(uint32_t)cfg->seed + ((uint64_t)tkvi_position_of(v, i) + 1u) * 0x9e3779b97f4a7c15u;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        out[i] = (float)((z ^ (z >> 31)) >> 40) * 5.9604644775390625e-8f;
-    }
-}
-
-static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
-    int i;
-    (void)recent;
-    for (i = 0; i < v->n; i++)
-        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
-}
+#include "evict_given.h"
+#include "evict_h2o.h"
+#include "evict_keydiff.h"
+#include "evict_knorm.h"
+#include "evict_pyramidkv.h"
+#include "evict_random.h"
+#include "evict_scissorhands.h"
+#include "evict_sliding.h"
+#include "evict_snapkv.h"
+#include "evict_tova.h"
 
 /* >>the table, in the order of tkv_evict_kind */
-typedef struct tkvi_evict_row {
-    const char *name;
-    int needs;
-    int sinks, recent; /* what it protects if cfg does not say */
-    tkvi_evict_score score;
-} tkvi_evict_row;
-
-static const tkvi_evict_row tkvi_evict_rows[] = {
-    {"none", 0, 4, 32, tkvi_score_age},
-    {"sliding", 0, 4, 1, tkvi_score_age},
-    {"h2o", TKV_EVICT_NEEDS_MASS, 4, 32, tkvi_score_mass},
-    {"snapkv", TKV_EVICT_NEEDS_OBSERVED, 4, 32, tkvi_score_pooled},
-    {"pyramidkv", TKV_EVICT_NEEDS_OBSERVED, 4, 8, tkvi_score_pooled},
-    {"tova", TKV_EVICT_NEEDS_LAST, 4, 32, tkvi_score_last},
-    {"knorm", TKV_EVICT_NEEDS_NORMS, 4, 32, tkvi_score_norm},
-    {"keydiff", TKV_EVICT_NEEDS_KEYS, 4, 32, tkvi_score_differing},
-    {"scissorhands", TKV_EVICT_NEEDS_LOWS, 4, 32, tkvi_score_lows},
-    {"fifo", 0, 0, 0, tkvi_score_age},
-    {"random", 0, 0, 0, tkvi_score_lot},
-    {"scores", TKV_EVICT_NEEDS_SCORES, 4, 32, tkvi_score_given},
-    {"user", 0, 4, 32, tkvi_score_user},
-};
+static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_KINDS] = {
+    &tkvi_evict_none,         &tkvi_evict_sliding, &tkvi_evict_h2o,    &tkvi_evict_snapkv,
+    &tkvi_evict_pyramidkv,    &tkvi_evict_tova,    &tkvi_evict_knorm,  &tkvi_evict_keydiff,
+    &tkvi_evict_scissorhands, &tkvi_evict_fifo,    &tkvi_evict_random, &tkvi_evict_scores,
+    &tkvi_evict_user};
 
 static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
-    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? &tkvi_evict_rows[kind] : NULL;
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? tkvi_evict_rows[kind] : NULL;
 }
 
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
@@ -213,7 +49,7 @@ TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
     int i;
     for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
-        if (strcmp(name, tkvi_evict_rows[i].name) == 0) {
+        if (strcmp(name, tkvi_evict_rows[i]->name) == 0) {
             *kind = (tkv_evict_kind)i;
             return TKV_OK;
         }
@@ -255,16 +91,6 @@ static int tkvi_view_is_sound(const tkv_evict_view *v) {
         last = v->position[i];
     }
     return 1;
-}
-
-/* Dimensions that a product of sizes can have. */
-static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
-    size_t size;
-    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
-    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
-        !tkvi_mul(size, (size_t)head_dim, &size))
-        return 0;
-    return keys || n == 0;
 }
 
 static int tkvi_view_has(const tkv_evict_view *v, int needs) {
@@ -391,33 +217,8 @@ TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_
     return kept;
 }
 
-TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads, int head_dim, float *out) {
-    int i, h;
-    if (!tkvi_keys_are_sound(keys, n, n_kv_heads, head_dim) || (n > 0 && !out)) return TKV_ERR_ARG;
-    for (i = 0; i < n; i++) {
-        double sum = 0.0;
-        for (h = 0; h < n_kv_heads; h++)
-            sum += tkvi_key_norm(tkvi_key_of(keys, i, n_kv_heads, h, head_dim), head_dim);
-        out[i] = (float)(sum / n_kv_heads);
-    }
-    return TKV_OK;
-}
-
-/* >>budgets. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers. */
-typedef struct tkvi_line {
-    int64_t base, first, fall, whole;
-} tkvi_line;
-
+/* >>budgets of layers: lines (evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
 static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
-
-static tkvi_line tkvi_line_uniform(const tkv_evict_budget *b) {
-    tkvi_line line;
-    line.base = line.fall = 0;
-    line.first = b->total;
-    line.whole = b->n_layers;
-    return line;
-}
 
 static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     tkvi_line line;
@@ -428,29 +229,6 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
-/* PyramidKV (arXiv 2406.02069, section 4), as its authors' code has it but with fractions. With a = (C - w) * L tokens
- * to share and d = max - min in units of 1 / unit:  b_l = w + (max * (L - 1) - l * d) / (unit * (L - 1)). The authors
- * fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w. */
-static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
-    const int64_t layers = b->n_layers, spare = b->total - layers * b->window;
-    const int64_t rest = (int64_t)b->n_tokens - b->window;
-    tkvi_line line;
-    int64_t unit = layers * b->beta, least = spare, most = spare * (2 * (int64_t)b->beta - 1);
-    if (layers < 2 || spare < 0 || rest < 0) return tkvi_line_uniform(b);
-    if (most > rest * unit) {
-        unit = layers;
-        most = rest * unit;
-        least = 2 * spare - most;
-    }
-    if (most < least || least < b->window * unit) return tkvi_line_uniform(b);
-    line.base = b->window;
-    line.first = most * (layers - 1);
-    line.fall = most - least;
-    line.whole = unit * (layers - 1);
-    return line;
-}
-
-typedef tkvi_line (*tkvi_evict_line)(const tkv_evict_budget *b);
 static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
 
 /* Layers whose remainder is at least r. */

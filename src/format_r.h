@@ -100,15 +100,13 @@ TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, 
     return sum;
 }
 
-/* Codes of token number t with the values x; returns its scale. */
-TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
-    float y[TKV_MAX_HEAD_DIM], most = 0.0f, by, step;
+/* Codes of token number t with the rotated values y; returns its scale. */
+TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
+    float most = 0.0f, by, step;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;
     int c;
     memset(u, 0, sizeof u);
-    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
-    tkvi_rotate(y, s->dim);
     for (c = 0; c < s->dim; c++) {
         float a = fabsf(y[c]); /* no branch: signs are coins */
         most = a > most ? a : most;
@@ -124,6 +122,15 @@ TKVI_STEP float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_cod
     sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return by > 0.0f ? step : 0.0f;
+}
+
+/* The same, with the values as they come. */
+static float tkvi_r_token(const tkvi_side *s, const float *x, int t, tkvi_codes code) {
+    float y[TKV_MAX_HEAD_DIM];
+    int c;
+    for (c = 0; c < s->dim; c++) y[c] = tkvi_clampf(x[c], -1e30f, 1e30f);
+    tkvi_rotate(y, s->dim);
+    return tkvi_r_rotated(s, y, t, code);
 }
 
 static void tkvi_tokens_scalar(const tkvi_side *s, const float *x, size_t stride, int n, tkvi_codes code,

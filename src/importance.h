@@ -56,7 +56,7 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     memset(cfg, 0, sizeof *cfg);
     if (from) *cfg = *from;
     s = tkvi_strategy_of(cfg->strategy);
-    if (!s) return NULL;
+    if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
     cfg->decay = tkvi_or(cfg->decay, s->decay);
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);
@@ -120,7 +120,7 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     for (i = 0; i < n; i++) {
         const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
         const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
-        const double age = tkvi_power(fade, now - (position ? position[i] : i));
+        const double age = full.recency > 0.0f ? tkvi_power(fade, now - (position ? position[i] : i)) : 0.0;
         const double sum = a + (double)full.recency * age;
         out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
     }
@@ -213,58 +213,80 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
     return TKV_OK;
 }
 
-/* >>promotion */
+/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
+ * end */
+typedef struct tkvi_promoting {
+    float threshold;
+    int now, cooldown, room, found;
+    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    float score[TKV_IMPORTANCE_PER_STEP];
+    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+} tkvi_promoting;
+
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+    const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
+    memset(b, 0, sizeof *b);
+    b->threshold = tkvi_or(p->cfg.threshold, .05f);
+    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->now = now;
+    b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+           b->cooldown >= 0;
+}
+
+/* moved: its last step, or TKV_NONE. */
+static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
+    int j;
+    if (score < b->threshold) return;
+    if (!source) {
+        b->no_source++;
+        return;
+    }
+    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+        (b->found == b->room && score <= b->score[b->found - 1])) {
+        b->waiting++;
+        return;
+    }
+    if (b->found == b->room) b->waiting++;
+    else b->found++;
+    for (j = b->found - 1; j > 0 && score > b->score[j - 1]; j--) {
+        b->out[j] = b->out[j - 1];
+        b->score[j] = b->score[j - 1];
+    }
+    b->out[j] = i;
+    b->score[j] = score;
+}
+
+/* The first `done` of the list came. */
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+    if (b->now > p->step) p->used = 0;
+    p->step = b->now;
+    p->used += done;
+    p->promoted += (uint64_t)done;
+    p->no_source += b->no_source > 0;
+    p->waiting += (uint64_t)(b->waiting + b->found - done);
+}
+
 TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
                                           const uint64_t *source, int *moved, int n, int now, int *out,
                                           int *count) {
-    float threshold;
-    tkvi_ranks r;
-    int per_step, cooldown, room, i, j, found = 0;
-    uint64_t none = 0, waiting = 0;
+    tkvi_promoting best;
+    int i;
     if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
         (n > 0 && (!score || !moved || !out)))
         return TKV_ERR_ARG;
-    threshold = tkvi_or(p->cfg.threshold, .05f);
-    per_step = p->cfg.per_step ? p->cfg.per_step : 8;
-    cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
-    if (!tkvi_is_finite(threshold) || per_step < 1 || per_step > TKV_IMPORTANCE_PER_STEP || cooldown < 0)
-        return TKV_ERR_CONFIG;
+    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) {
         if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
         if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
     }
-    if (now > p->step) p->used = 0;
-    p->step = now;
-    room = tkvi_max(0, per_step - p->used);
-    memset(&r, 0, sizeof r);
-    r.n = n;
-    r.score = score;
-    r.turn = 0xffffffffu;
-    for (i = 0; i < n; i++) { /* out is kept in order, the worst falls off its end */
-        if (score[i] < threshold) continue;
-        if (!source || !tkvi_has(source, i)) {
-            none = 1;
-            continue;
-        }
-        if (moved[i] != TKV_NONE && now - moved[i] < cooldown) {
-            waiting++;
-            continue;
-        }
-        if (found == room && (room == 0 || !tkvi_before(&r, i, out[found - 1]))) {
-            waiting++;
-            continue;
-        }
-        if (found == room) waiting++;
-        else found++;
-        for (j = found - 1; j > 0 && tkvi_before(&r, i, out[j - 1]); j--) out[j] = out[j - 1];
-        out[j] = i;
+    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
+    for (i = 0; i < best.found; i++) {
+        out[i] = best.out[i];
+        moved[out[i]] = now;
     }
-    for (j = 0; j < found; j++) moved[out[j]] = now;
-    p->used += found;
-    p->promoted += (uint64_t)found;
-    p->no_source += none;
-    p->waiting += waiting;
-    *count = found;
+    tkvi_promoting_end(&best, p, best.found);
+    *count = best.found;
     return TKV_OK;
 }
 

@@ -66,7 +66,8 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
     int layer, i, t;
     if (st) return st;
@@ -75,16 +76,36 @@ TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned)
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++)
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                uint64_t *bits = &kv->pool.notes[ids[i]].pinned;
                 const int at = tkvi_at(kv, ids[i], t);
-                if (at < start || at >= start + n) continue;
-                if (pinned) *bits |= (uint64_t)1 << t;
-                else *bits &= ~((uint64_t)1 << t);
+                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            if (!these) continue;
+            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) notes->pinned |= these;
+            else if (until) {
+                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
+                notes->passing |= these;
+            } else {
+                notes->pinned &= ~these;
+                notes->passing &= ~these;
+            }
+        }
     }
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
+}
+
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
+    if (kv && (length < 1 || length >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
+    return tkvi_pin(kv, seq, start, n, length);
 }
 
 TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {

@@ -44,8 +44,11 @@ typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got (mass.h) */
     uint64_t pinned;    /* bits: they stay */
+    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
     uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    int step;           /* when that was last added to */
+    int until;
+    int step;  /* when mass was last added to */
+    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
 } tkvi_notes;
 
 typedef struct tkvi_pool {

@@ -76,27 +76,23 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    tkvi_list *list;
-    tkvi_block *b;
-    tkvi_outside what;
+/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+static int tkvi_better_of(const tkvi_block *b) {
+    if (b->refs > 1) return -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
+    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+}
+
+/* Block i, which has this position, comes back. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    tkvi_block *b = &kv->pool.block[id];
+    const int what = tkvi_better_of(b);
     tkv_status st;
-    uint32_t id, page, old_page;
-    int i, place, coding, slot, old_slot;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
-    id = tkvi_ids(kv, seq, layer)[i];
-    b = &kv->pool.block[id];
-    what = b->copy && (b->copy - 1 != b->coding || tkvi_absent(b)) ? TKVI_COPY : TKVI_ITSELF;
-    if (b->refs > 1 || (what == TKVI_ITSELF && (!tkvi_spilled(b) || tkvi_absent(b))))
+    uint32_t page, old_page;
+    int coding, slot, old_slot;
+    if (what < 0)
         return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
                          " (cfg.spill.keep_exact keeps it)");
     coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
@@ -104,7 +100,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -124,9 +120,26 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    tkvi_note_move(kv, id, list->len);
     kv->promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (tkvi_stored_layer(kv, seq, layer) != layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
 }
 
 #endif /* TKVI_PROMOTE_H */

@@ -7,12 +7,11 @@
 
 #include "sequence.h"
 
-/* One layer of one sequence, and what its config asks for. */
+/* One layer of one sequence. */
 typedef struct tkvi_ranking {
     tkv_cache *kv;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_mass mass;
     int newest;
 } tkvi_ranking;
 
@@ -22,10 +21,9 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->kv = kv;
     r->list = tkvi_list_of(kv, seq, layer);
     r->ids = tkvi_ids(kv, seq, layer);
-    tkvi_mass_init(&r->mass, &kv->tables.cfg);
     /* age alone needs nothing gathered */
-    if (!r->mass.mode && r->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
-    r->newest = tkvi_mass_newest(kv, &r->mass, r->list, r->ids);
+    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
@@ -35,13 +33,13 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
-    tkvi_mass_now(r->kv, &r->mass, r->ids[i], r->list->len, r->newest, a);
+    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh(&r->mass, position, out, n, r->list->len);
+    tkvi_weigh(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -84,7 +82,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
         return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !r.mass.mode)
+    if (st || !kv->mass.mode)
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "nothing is gathered: set cfg.importance_every, or a strategy or "
                          "policy that counts attention",
@@ -97,7 +95,7 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
                              " is not");
-    low = tkvi_or(r.mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
         const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
@@ -108,8 +106,8 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
         }
-        r.mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, &r.mass, r.ids[i], r.list->len, said);
+        kv->mass.mode->say(s, p, low, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }

@@ -24,7 +24,7 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_absent(&kv->pool.block[ids[i]]))) continue;
+            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -39,7 +39,7 @@ static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_absent(&kv->pool.block[ids[i]])) continue;
+            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
             if (first < 0 || start < first) first = start;
             break;
         }
@@ -80,7 +80,8 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
             if (tkvi_spilled(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
-            piece.quantized_bytes += i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+            piece.quantized_bytes +=
+                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
     if (!piece.dropped) piece.layers = 0;
@@ -116,15 +117,14 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
     tkv_status st = tkvi_remat_seq(kv, seq);
-    int start, first, last, end;
+    int first, last, end;
     if (dropped) *dropped = 0;
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last) > 0 && dropped)
-        *dropped = (tkvi_first_here(kv, seq, &start, &end) ? start : last) - first;
+    if (end <= last && tkvi_vacate(kv, seq, last, &end) > 0 && dropped) *dropped = end - first;
     tkvi_settle(kv, seq);
     return tkvi_ok(kv);
 }
@@ -134,7 +134,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, tighten = 0;
+    int n, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
@@ -147,7 +147,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to);
+    won = tkvi_vacate(kv, seq, to, &last);
     if (tighten) {
         memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
@@ -165,13 +165,18 @@ static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *wa
     const tkvi_tables *t = &kv->tables;
     const tkvi_rule *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     way[n++] = r->coding[TKV_HOT];
     if (b->via) way[n++] = b->via - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tkvi_lazy(kv) || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier]) return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT]) /* while it was away */
+    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+        tkvi_waits(kv, layer, tier))
+        return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
+        !tkvi_waits(kv, layer, TKV_WARM))
         way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
     if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
     return n;

@@ -20,7 +20,7 @@ TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
     0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
 
 /* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
-TKVI_FN TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
+static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
     int h, i, j;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -32,12 +32,12 @@ TKVI_FN TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
 }
 
 /* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
-TKVI_FN TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
 }
 
-TKVI_FN TKVI_NOINLINE void tkvi_flip(float *x, int n) {
+static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
     int i;
     for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
 }
@@ -46,25 +46,25 @@ TKVI_FN TKVI_NOINLINE void tkvi_flip(float *x, int n) {
 TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
     1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
 
-TKVI_FN void tkvi_window(float *x, int n, int log2n) {
+static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
     tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
 }
 
-TKVI_FN int tkvi_log2_floor(int n) {
+static int tkvi_log2_floor(int n) {
     int k = 0;
     while (n >> (k + 1)) k++;
     return k;
 }
 
-TKVI_FN void tkvi_rotate(float *x, int dim) {
+static void tkvi_rotate(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     tkvi_flip(x, dim);
     tkvi_window(x, n, k);
     if (n < dim) tkvi_window(x + dim - n, n, k);
 }
 
-TKVI_FN void tkvi_rotate_back(float *x, int dim) {
+static void tkvi_rotate_back(float *x, int dim) {
     int k = tkvi_log2_floor(dim), n = 1 << k;
     if (n < dim) tkvi_window(x + dim - n, n, k);
     tkvi_window(x, n, k);

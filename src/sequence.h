@@ -136,6 +136,11 @@ static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *
     tkvi_peak_note(paper);
 }
 
+/* Pages in use, and those that reservations will need. */
+static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+}
+
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
 static void tkvi_settle(tkv_cache *kv, int seq) {
     if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
@@ -241,6 +246,7 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         if (kv->pool.notes) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
             kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
             kv->pool.notes[id].mass[at] = 0;
         }
         for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
@@ -395,12 +401,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         tkvi_need_of(kv, &paper);
         fits = tkvi_fits_somewhere(kv, index, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        had = kv->tables.current[p->layer];
         if (fits) tkvi_keep_pace(kv, (size_t)total * token, index);
         if (!fits || !tkvi_make_room(kv, index, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
+        had = kv->tables
+                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
         paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
@@ -414,8 +421,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         if (rows[i].n == 0) continue;
         tkvi_watch(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer, rows[i].n);
             tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* not before: then other blocks would be due than on paper */
         }
         tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
@@ -612,12 +620,13 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
         const size_t index = tkvi_blocks_growth(kv, &paper) + tkvi_list_growth(kv, seq, want);
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
+        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
         tkvi_need_of(kv, &paper);
         if (!tkvi_fits_somewhere(kv, index, budget, &takes) || !tkvi_make_room(kv, index, budget)) {
-            tkvi_promise(kv, seq, had);
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
+        tkvi_promise(kv, seq, tkvi_max(had, len + n));
         paper = tkvi_paper(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
@@ -656,6 +665,7 @@ TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
+    int64_t taken;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -674,9 +684,13 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
                              must, " must stay");
     }
+    taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
     tkvi_settle(kv, seq);
+    if (tkvi_pages_taken(&kv->pool) >
+        taken) /* where tokens were evicted, blocks that are left have no room */
+        tkvi_promise(kv, seq, 0);
     return tkvi_ok(kv);
 }
 
@@ -720,7 +734,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    if (n && tkvi_lacks(kv, seq, layer, start, start + n)) return TKV_ERR_NO_SOURCE;
+    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+        const int at = tkvi_find(kv, list, ids, i, &slot);
+        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+    }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
         const tkvi_coding *c;

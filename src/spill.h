@@ -150,6 +150,7 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     b->slot = kv->pool.marks;
     kv->pool.n_spilled++;
     kv->spilled++;
+    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     return 1;
 }

@@ -554,6 +554,8 @@ static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
                                              {"scores", TKV_EVICT_SCORES},
                                              {"user", TKV_EVICT_USER},
                                              {NULL, 0}};
+static const tkvi_word tkvi_words_heads[] = {
+    {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
 static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
                                                   {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
                                                   {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
@@ -661,6 +663,7 @@ static const tkvi_row tkvi_importance_fields[] = {
     TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
 };
 
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))

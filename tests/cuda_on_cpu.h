@@ -24,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <functional>
@@ -401,7 +402,8 @@ static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_
     cpu_mma("mma bf16", c, a, b, cpu_bfloat);
 }
 
-static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
+static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2],
+                                      const float c[4]) {
     memcpy(d, c, 4 * sizeof *d);
     tkvcu_mma_f16(d, a, b);
 }
@@ -463,7 +465,11 @@ typedef enum {
     cudaMemcpyDeviceToDevice,
     cudaMemcpyDefault
 } cudaMemcpyKind;
-typedef enum { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 } cudaDeviceAttr;
+typedef enum {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+} cudaDeviceAttr;
 typedef enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 } cudaFuncAttribute;
 
 static inline cudaError_t cudaGetLastError(void) { return cudaSuccess; }
@@ -517,14 +523,50 @@ static inline cudaError_t cudaGetDevice(int *d) {
     *d = 0;
     return cudaSuccess;
 }
-static int cpu_processors = 3; /* of the device that is played */
+static int cpu_processors = 3, cpu_capability = 9,
+           cpu_shared_most = 232448; /* of the device that is played */
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, int) {
-    *x = which == cudaDevAttrMultiProcessorCount ? cpu_processors : 9;
+    *x = which == cudaDevAttrMultiProcessorCount      ? cpu_processors
+         : which == cudaDevAttrComputeCapabilityMajor ? cpu_capability
+                                                      : cpu_shared_most;
     return cudaSuccess;
 }
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
 template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
     *n = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
+    *left = *all = (size_t)1 << 30;
+    return cudaSuccess;
+}
+typedef struct cudaDeviceProp {
+    char name[256];
+    int multiProcessorCount, l2CacheSize;
+} cudaDeviceProp;
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    snprintf(p->name, sizeof p->name, "a processor that plays a GPU");
+    p->multiProcessorCount = cpu_processors;
+    p->l2CacheSize = 1;
+    return cudaSuccess;
+}
+typedef clock_t *cudaEvent_t;
+static inline cudaError_t cudaEventCreate(cudaEvent_t *e) {
+    *e = new clock_t;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventDestroy(cudaEvent_t e) {
+    delete e;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+    *e = clock();
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    *ms = 1e3f * (float)(*to - *from) / (float)CLOCKS_PER_SEC;
     return cudaSuccess;
 }
 

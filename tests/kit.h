@@ -1,6 +1,6 @@
 /*
- * kit.h - what several tests need beside the frame: pairs of formats, a cache or the end, an allocator that
- * counts and refuses, hashes of bytes and floats..
+ * kit.h - what several tests need beside the frame: pairs of formats, a cache or the end and what it says of itself,
+ * an allocator that counts and refuses, memory with borders, a store that fails on demand, hashes of bytes and floats.
  */
 #ifndef TKV_KIT_H
 #define TKV_KIT_H
@@ -34,10 +34,42 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* a test that cannot hav
     return kv;
 }
 
+/* A config of these sizes, all else by default. */
+static inline tkv_config shape_of(int layers, int heads, int kv_heads, int dim, int seqs, int chunk) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = layers;
+    cfg.n_heads = heads;
+    cfg.n_kv_heads = kv_heads;
+    cfg.head_dim = dim;
+    cfg.max_seqs = seqs;
+    cfg.max_append = chunk;
+    cfg.isa = tkv_test_isa();
+    return cfg;
+}
+
+static inline void sound(const tkv_cache *kv) {
+    char reason[200] = "";
+    const tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s", reason);
+}
+
+static inline tkv_budget_info budget_of(const tkv_cache *kv) {
+    tkv_budget_info b;
+    memset(&b, 0, sizeof b);
+    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
+    return b;
+}
+
+/* A number from the environment: how long a random test is, and where it begins. */
+static inline int from_env(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text && *text ? atoi(text) : otherwise;
+}
+
 /* >>an allocator that counts what it gave and refuses on demand */
 typedef struct purse {
     int closed; /* 0: gives; 1: refuses; n: refuses after n - 1 more */
-    int asked;
+    int asked, refused;
     size_t held, most;
 } purse;
 
@@ -45,6 +77,7 @@ static inline void *purse_alloc(void *user, size_t size, size_t align) {
     purse *p = (purse *)user;
     char *raw, *at;
     p->asked++;
+    if (p->closed == 1) p->refused++;
     if (p->closed == 1) return NULL;
     if (p->closed) p->closed--;
     raw = (char *)malloc(size + align + sizeof raw);
@@ -75,6 +108,157 @@ static inline tkv_allocator purse_of(purse *p) {
     a.alloc = purse_alloc;
     a.release = purse_release;
     return a;
+}
+
+/* >>memory of the caller's, with borders that nobody may touch */
+typedef struct site {
+    uint8_t *raw, *mem;
+    size_t bytes, size;
+} site;
+
+enum { BORDER = 4096 };
+
+/* `offset` bytes behind a multiple of 64, filled with `poison`. */
+static inline site site_of(size_t bytes, size_t offset, int poison) {
+    site p;
+    p.size = bytes + 2 * BORDER + 128;
+    p.raw = (uint8_t *)malloc(p.size);
+    if (!p.raw) exit(2);
+    memset(p.raw, 0xe7, p.size);
+    p.mem = p.raw + BORDER;
+    p.mem += (64 - (size_t)((uintptr_t)p.mem % 64)) % 64 + offset;
+    p.bytes = bytes;
+    memset(p.mem, poison, bytes);
+    return p;
+}
+
+static inline void borders(const site *p) {
+    const uint8_t *at;
+    int bad = 0;
+    for (at = p->raw; at < p->mem; at++) bad += *at != 0xe7;
+    for (at = p->mem + p->bytes; at < p->raw + p->size; at++) bad += *at != 0xe7;
+    CHECK_MSG(bad == 0, "%d bytes beside the cache's memory were written", bad);
+}
+
+/* A cache in as many bytes as it asks for; one less is too few. */
+static inline tkv_cache *make_in(const tkv_config *cfg, site *p, size_t offset) {
+    tkv_cache *kv = NULL;
+    size_t bytes = 0;
+    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
+    if (cfg->budget_bytes) CHECK_EQ(bytes, cfg->budget_bytes);
+    *p = site_of(bytes, offset, 0xff);
+    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
+    if (!kv) exit(2);
+    return kv;
+}
+
+/* >>a store in memory that keeps to what api.h says of it, notices who does not, and fails on demand */
+enum { DEPOT_KEYS = 4096, DEPOT_PARTS = 16 /* of a block, at most: two for each KV head */ };
+
+typedef struct shelf {
+    int alive, parts;
+    size_t at[DEPOT_PARTS], size[DEPOT_PARTS];
+    uint8_t *bytes;
+} shelf;
+
+typedef struct depot {
+    shelf *key; /* [DEPOT_KEYS] */
+    size_t room;
+    int stores, fetches, drops, hints; /* calls */
+    int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
+    int fetch_lies;                    /* the n-th one gives other bytes and says that all is well */
+    int failed;                        /* calls that did one of these */
+    int lazy;                          /* stores say yes and do nothing */
+    int full;                          /* all fail */
+} depot;
+
+static inline int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    depot *d = (depot *)user;
+    shelf *s = &d->key[key % DEPOT_KEYS];
+    CHECK(key < DEPOT_KEYS);
+    CHECK(offset + size <= d->room);
+    d->stores++;
+    if (offset == 0) {
+        CHECK_MSG(!s->alive, "key %u was not dropped", (unsigned)key);
+        s->alive = 1;
+        s->parts = 0;
+    }
+    CHECK(s->alive);
+    if (d->full || (d->store_fails && --d->store_fails == 0)) {
+        d->failed++;
+        return 1;
+    }
+    CHECK(s->parts < DEPOT_PARTS);
+    CHECK(s->parts == 0 || offset >= s->at[s->parts - 1] + s->size[s->parts - 1]);
+    s->at[s->parts] = offset;
+    s->size[s->parts++] = size;
+    if (!s->bytes) s->bytes = (uint8_t *)calloc(1, d->room);
+    if (!s->bytes) exit(2);
+    if (!d->lazy) memcpy(s->bytes + offset, bytes, size);
+    return 0;
+}
+
+static inline int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    depot *d = (depot *)user;
+    const shelf *s = &d->key[key % DEPOT_KEYS];
+    int i = 0;
+    d->fetches++;
+    CHECK(key < DEPOT_KEYS && s->alive);
+    while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
+    CHECK(i < s->parts);
+    if (d->fetch_fails && --d->fetch_fails == 0) {
+        memset(bytes, 0x5a, size / 2); /* a short read, and it says so */
+        d->failed++;
+        return 1;
+    }
+    memcpy(bytes, s->bytes + offset, size);
+    if (d->fetch_lies && --d->fetch_lies == 0) {
+        uint8_t *wrong = (uint8_t *)bytes + size * 5 / 7;
+        *wrong = (uint8_t)(*wrong ^ 4);
+        d->failed++;
+    }
+    return 0;
+}
+
+static inline void depot_ahead(void *user, uint32_t key, size_t offset, size_t size) {
+    depot *d = (depot *)user;
+    d->hints++;
+    CHECK(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive);
+    CHECK(size > 0 && offset + size <= d->room);
+}
+
+static inline void depot_drop(void *user, uint32_t key) {
+    depot *d = (depot *)user;
+    CHECK_MSG(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive, "key %u was dropped twice", (unsigned)key);
+    d->key[key % DEPOT_KEYS].alive = 0;
+    d->drops++;
+}
+
+static inline int alive_in(const depot *d) {
+    int i, n = 0;
+    for (i = 0; i < DEPOT_KEYS; i++) n += d->key[i].alive;
+    return n;
+}
+
+/* The config's caches spill into it. */
+static inline void depot_for(depot *d, tkv_config *cfg) {
+    memset(d, 0, sizeof *d);
+    CHECK_EQ(tkv_spill_bytes(cfg, &d->room), TKV_OK);
+    d->key = (shelf *)calloc(DEPOT_KEYS, sizeof *d->key);
+    if (!d->key) exit(2);
+    cfg->spill.store = depot_store;
+    cfg->spill.fetch = depot_fetch;
+    cfg->spill.ahead = depot_ahead;
+    cfg->spill.drop = depot_drop;
+    cfg->spill.user = d;
+}
+
+static inline void depot_end(depot *d) { /* after the cache */
+    int i;
+    CHECK_EQ(alive_in(d), 0);
+    for (i = 0; i < DEPOT_KEYS; i++) free(d->key[i].bytes);
+    free(d->key);
 }
 
 /* >>FNV-1a, of floats over their little-endian bytes */

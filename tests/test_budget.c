@@ -1,8 +1,6 @@
 /*
  * test_budget.c - the budget: never a byte over it, exact as long as it allows, oldest first, and a refusal changes
  * nothing. The allocator counts; in place the memory has borders.
- *
- *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./test_budget     calls per config of the random test, first seed
  */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */
@@ -113,27 +111,8 @@ static int all_read_well(const tkv_cache *kv) {
     return exact;
 }
 
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
-}
-
-static tkv_budget_info budget_of(const tkv_cache *kv) {
-    tkv_budget_info b;
-    memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
-    return b;
-}
-
 static tkv_config small(size_t budget) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.budget_bytes = budget;
     return cfg;
 }
@@ -690,43 +669,11 @@ TEST(every_allocation_fails_once) {
 }
 
 /* >>in place: bytes with borders */
-typedef struct place {
-    uint8_t *raw, *mem;
-    size_t bytes;
-} place;
-
-static place place_of(size_t bytes, size_t off) {
-    place p;
-    p.raw = (uint8_t *)malloc(bytes + 512);
-    if (!p.raw) exit(2);
-    memset(p.raw, 0xa5, bytes + 512);
-    p.mem = p.raw + 192 + off;
-    p.bytes = bytes;
-    return p;
-}
-
-static void borders(const place *p) {
-    const uint8_t *at;
-    for (at = p->raw; at < p->mem; at++) CHECK(*at == 0xa5);
-    for (at = p->mem + p->bytes; at < p->raw + p->bytes + 512; at++) CHECK(*at == 0xa5);
-}
-
-static tkv_cache *make_in(const tkv_config *cfg, place *p, size_t off) {
-    tkv_cache *kv = NULL;
-    size_t bytes = 0;
-    CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
-    CHECK_EQ(bytes, cfg->budget_bytes);
-    *p = place_of(bytes, off);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
-    CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
-    return kv;
-}
-
 TEST(in_place_is_filled_to_the_end) {
     size_t off;
     for (off = 0; off < 64; off += 21) {
         tkv_config cfg = small(1100 * 1000 + off * 1000);
-        place p;
+        site p;
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int t;
@@ -755,163 +702,6 @@ TEST(in_place_is_filled_to_the_end) {
         borders(&p);
         free(p.raw);
     }
-}
-
-/* >>10,000 random calls */
-static int in_step[SEQS], step_len[SEQS][LAYERS];
-
-static int chunk_room(int seq, int layer) {
-    return CHUNK - (in_step[seq] ? told[seq][layer].len - step_len[seq][layer] : 0);
-}
-
-static void random_call(tkv_cache *kv, size_t top) {
-    int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS), kind = tkv_rng_below(&rng, 100),
-        l, n, s;
-    tkv_status st = TKV_OK;
-    if (kind < 55) { /* a token or a few, to all layers */
-        n = kind < 40 ? 1 + tkv_rng_below(&rng, 3) : 1 + tkv_rng_below(&rng, CHUNK);
-        for (l = 0; l < LAYERS && !st; l++) {
-            if (n > chunk_room(seq, l) || told[seq][l].len + n > LONGEST) continue;
-            st = append(kv, seq, l, n);
-        }
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
-    } else if (kind < 62) { /* a ragged batch */
-        tkv_append_params p;
-        tkv_rows rows[SEQS];
-        memset(&p, 0, sizeof p);
-        for (s = 0, n = 0; s < SEQS; s++) {
-            rows[s].seq = s;
-            rows[s].n = tkv_rng_below(&rng, 40);
-            if (rows[s].n > chunk_room(s, layer) || told[s][layer].len + rows[s].n > LONGEST) rows[s].n = 0;
-            n += rows[s].n;
-        }
-        fresh(n);
-        p.layer = layer;
-        p.batch = rows;
-        p.n_batch = SEQS;
-        p.k = k_in;
-        p.v = v_in;
-        st = tkv_append_ex(kv, &p);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
-        for (s = 0, n = 0; s < SEQS && !st; s++) {
-            tell(s, layer, n, rows[s].n);
-            n += rows[s].n;
-        }
-    } else if (kind < 68) {
-        st = tkv_begin(kv, seq);
-        CHECK(in_step[seq] ? st == TKV_ERR_STATE : st == TKV_OK || st == TKV_ERR_NOMEM);
-        if (!st)
-            for (l = 0, in_step[seq] = 1; l < LAYERS; l++) step_len[seq][l] = told[seq][l].len;
-    } else if (kind < 74) {
-        if (in_step[seq] && tkv_rng_below(&rng, 2) && tkv_commit(kv, seq) == TKV_OK) in_step[seq] = 0;
-        if (in_step[seq]) {
-            CHECK_EQ(tkv_abort(kv, seq), TKV_OK);
-            for (l = 0, in_step[seq] = 0; l < LAYERS; l++) told[seq][l].len = step_len[seq][l];
-        }
-    } else if (kind < 78) {
-        st = tkv_reserve(kv, seq, 1 + tkv_rng_below(&rng, CHUNK));
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
-    } else if (kind < 84) {
-        int len = tkv_seq_len(kv, seq), to = len - tkv_rng_below(&rng, 90);
-        st = tkv_truncate(kv, seq, to < 0 ? 0 : to);
-        if (!st)
-            for (l = 0; l < LAYERS; l++) told[seq][l].len = tkv_layer_len(kv, seq, l);
-        CHECK(st == TKV_OK || st == TKV_ERR_INEXACT || st == TKV_ERR_STATE);
-    } else if (kind < 86) {
-        if (tkv_rng_below(&rng, 3)) return;
-        CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-        forget(seq);
-        in_step[seq] = 0;
-    } else if (kind < 89) {
-        st = tkv_flush(kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET ||
-              st == TKV_ERR_CAPACITY);
-    } else if (kind < 92) {
-        size_t bytes = top - (size_t)tkv_rng_below(&rng, (int)(top / 2));
-        st = tkv_set_budget(kv, bytes);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
-    } else if (kind < 94) {
-        CHECK_EQ(tkv_set_level(kv, tkv_rng_below(&rng, kv->tables.n_levels)), TKV_OK);
-    } else if (kind < 96) {
-        CHECK_EQ(tkv_maintain(kv, tkv_rng_below(&rng, 20), NULL), TKV_OK);
-    } else if (kind < 97) {
-        CHECK_EQ(tkv_observe(kv, (float)tkv_rng_uniform(&rng)), TKV_OK);
-    } else if (kind < 98) {
-        CHECK_EQ(tkv_set_hot_tokens(kv, 1 + tkv_rng_below(&rng, 200)), TKV_OK);
-    } else if (kind < 99) {
-        st = tkv_rng_below(&rng, 2) ? tkv_calibration_freeze(kv) : tkv_calibration_refresh(kv);
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM);
-    } else {
-        static float q[HEADS * DIM], out[HEADS * DIM];
-        tkv_rng_fill(&rng, q, HEADS * DIM, 1.0);
-        n = told[seq][layer].len > 0;
-        CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out), TKV_OK);
-        for (l = 0; l < n * HEADS * DIM; l++) CHECK(tkvi_is_finite(out[l]));
-    }
-}
-
-static int from_env(const char *name, int otherwise) {
-    const char *text = getenv(name);
-    return text ? atoi(text) : otherwise;
-}
-
-static void check_random(int config, uint64_t seed, int calls) {
-    static const size_t budgets[] = {700 * 1000, 550 * 1000, 1000 * 1000, 600 * 1000};
-    const size_t top = budgets[config % 4];
-    tkv_config cfg = small(top);
-    tkv_cache *kv;
-    purse p;
-    place at;
-    int i, in_place = config % 4 == 3, refused = 0, levels = 0;
-    tkv_layer_config layers[LAYERS];
-    forget_all();
-    memset(in_step, 0, sizeof in_step);
-    rng = tkv_rng_seed(seed);
-    memset(layers, 0, sizeof layers);
-    memset(&p, 0, sizeof p);
-    memset(&at, 0, sizeof at);
-    if (config % 4 == 2) {
-        layers[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-        layers[2].archive = pair_of(TKV_KIVI3, TKV_R20);
-        cfg.layers = layers;
-    }
-    if (in_place) {
-        cfg.max_tokens = LONGEST;
-        kv = make_in(&cfg, &at, 13);
-        if (!kv) return;
-    } else {
-        cfg.allocator = purse_of(&p);
-        kv = make(&cfg);
-    }
-    for (i = 0; i < calls; i++) {
-        const int fails = !in_place && tkv_rng_below(&rng, 10) == 0;
-        if (fails) p.closed = 1 + tkv_rng_below(&rng, 3);
-        random_call(kv, top);
-        p.closed = 0;
-        sound(kv);
-        CHECK_LE(kv->heap.held, top);
-        if (!in_place) CHECK_LE(p.most, top);
-        refused |= budget_of(kv).refused > 0;
-        levels |= 1 << budget_of(kv).level;
-        if (i % 25 == 0) (void)all_read_well(kv);
-        if (in_place && i % 200 == 0) borders(&at);
-        if (tkv_test_.bad) {
-            printf("\n    config %d, seed %lu, call %d", config, (unsigned long)seed, i);
-            break;
-        }
-    }
-    printf("\n    config %d: levels %02x%s", config, (unsigned)levels, refused ? ", refused at times" : "");
-    tkv_destroy(kv);
-    if (in_place) borders(&at);
-    if (!in_place) CHECK_EQ(p.held, 0);
-    free(at.raw);
-}
-
-TEST(random_calls) {
-    const int calls = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 400 : 2500);
-    const int first = from_env("TKV_RANDOM_SEED", 1);
-    int config;
-    for (config = 0; config < 4; config++) check_random(config, (uint64_t)(first + config), calls);
 }
 
 /* >>quality feedback: what a level is worth to a model that is simulated, on a cache that is not */
@@ -1056,7 +846,6 @@ int main(int argc, char **argv) {
     RUN(steps_and_reservations);
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_to_the_end);
-    RUN(random_calls);
     RUN(feedback_moves_the_plan);
     RUN(config_says_what_is_wrong);
     return tkv_test_end();

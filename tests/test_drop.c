@@ -2,8 +2,6 @@
  * test_drop.c - tokens that leave a cache: who goes, what is left, what is read and attended to, and the bytes.
  *
  * A second cache, exact and whole, gets the same tokens; attention in it with a mask of who is gone must be the same.
- *
- *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_drop     calls per config of the random test, first seed
  */
 #ifndef TKV_NO_SIMD
 #define TKV_NO_SIMD /* nothing here is about vectors, and they take the compiler long */
@@ -37,14 +35,7 @@ typedef struct twins {
 } twins;
 
 static tkv_config small(void) {
-    tkv_config cfg;
-    memset(&cfg, 0, sizeof cfg);
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.hot = pair_of(TKV_F32, TKV_F32);
     cfg.evict.kind = TKV_EVICT_SLIDING;
     return cfg;
@@ -65,12 +56,6 @@ static twins twins_of(const tkv_config *cfg) {
 static void end_of(twins *t) {
     tkv_destroy(t->kv);
     tkv_destroy(t->whole);
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    const tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 static tkv_status grow(twins *t, int seq, int n) {
@@ -818,99 +803,6 @@ TEST(wrong_arguments) {
     end_of(&t);
 }
 
-/* >>at random: all of it, over two sequences, with failing allocations, also in place */
-static void random_walk(tkv_config cfg, uint64_t seed, int ops, int in_place) {
-    void *mem = NULL;
-    size_t bytes = 0;
-    purse p;
-    twins t;
-    int i;
-    cfg.max_tokens = LONGEST;
-    if (in_place) {
-        if (tkv_required_bytes(&cfg, &bytes) != TKV_OK) exit(2);
-        mem = malloc(bytes);
-        if (!mem) exit(2);
-    } else {
-        cfg.allocator = purse_of(&p);
-    }
-    t = twins_of(&cfg);
-    if (in_place) {
-        tkv_destroy(t.kv);
-        CHECK_EQ(tkv_init_in_place(&cfg, mem, bytes, &t.kv), TKV_OK);
-    }
-    rng = tkv_rng_seed(seed);
-    for (i = 0; i < ops; i++) {
-        const int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS);
-        const int len = tkv_layer_len(t.kv, seq, layer), what = tkv_rng_below(&rng, 100);
-        tkv_status st;
-        if (what < 60) {
-            const int n = 1 + tkv_rng_below(&rng, what < 50 ? 8 : 200);
-            tkv_rng_fill(&rng, k_in, (size_t)(n * ROW), 1.0);
-            if (!in_place && tkv_rng_below(&rng, 8) == 0) p.closed = 1 + tkv_rng_below(&rng, 3);
-            st = tkv_append(t.kv, seq, layer, k_in, k_in, n);
-            if (!in_place) p.closed = 0;
-            CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET);
-            if (st && tkv_layer_len(t.kv, seq, layer) != len) CHECK_EQ(tkv_layer_len(t.kv, seq, layer), len);
-            if (st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET)
-                CHECK_EQ(tkv_reset(t.kv, seq), TKV_OK), CHECK_EQ(tkv_reset(t.whole, seq), TKV_OK);
-            if (!st) CHECK_EQ(tkv_append(t.whole, seq, layer, k_in, k_in, n), TKV_OK);
-        } else if (what < 70 && len > 0) {
-            uint64_t victims[WORDS];
-            int j, percent = tkv_rng_below(&rng, 100);
-            memset(victims, 0, sizeof victims);
-            for (j = 0; j < len; j++)
-                if (tkv_rng_below(&rng, 100) < percent) tkvi_mark(victims, j);
-            CHECK_EQ(tkv_drop(t.kv, seq, layer, victims, len), TKV_OK);
-        } else if (what < 75) {
-            tkv_evict_params e;
-            memset(&e, 0, sizeof e);
-            e.seq = seq;
-            e.layer = layer;
-            e.keep = 1 + tkv_rng_below(&rng, 300);
-            CHECK_EQ(tkv_evict(t.kv, &e), TKV_OK);
-        } else if (what < 78) {
-            CHECK_EQ(tkv_pin(t.kv, seq, tkv_rng_below(&rng, 500), tkv_rng_below(&rng, 20),
-                             tkv_rng_below(&rng, 3) == 0),
-                     TKV_OK);
-        } else if (what < 82) {
-            const int shortest = tkv_seq_len(t.kv, seq), to = shortest - tkv_rng_below(&rng, 30);
-            if (to >= 0 && tkv_truncate(t.kv, seq, to) == TKV_OK)
-                CHECK_EQ(tkv_truncate(t.whole, seq, to), TKV_OK);
-        } else if (what < 84) {
-            st = tkv_flush(t.kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
-            CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET);
-        } else if (what < 85) {
-            CHECK_EQ(tkv_reset(t.kv, seq), TKV_OK);
-            CHECK_EQ(tkv_reset(t.whole, seq), TKV_OK);
-        } else if (len > 0) {
-            attends_alike(&t, seq, layer, 1 + tkv_rng_below(&rng, tkvi_min(len, 70)), NULL, 1.6);
-        }
-        sound(t.kv);
-        if (!in_place && cfg.budget_bytes) CHECK(p.most <= cfg.budget_bytes);
-    }
-    end_of(&t);
-    if (!in_place) CHECK_EQ(p.held, 0);
-    free(mem);
-}
-
-TEST(at_random) {
-    const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
-    const int ops = text ? atoi(text) : tkv_test_quick() ? 300 : 1500;
-    const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
-    int i;
-    for (i = 0; i < 9; i++) {
-        tkv_config cfg = small();
-        cfg.hot = pair_of(TKV_F16, TKV_F16);
-        if (i >= 6) cfg.n_anchors = 12, cfg.importance_every = 3;
-        if (i % 3 == 1) cfg.budget_bytes = 700000;
-        if (i % 3 == 2) cfg.evict_tokens = 150;
-        if (i == 4) cfg.evict.kind = TKV_EVICT_KEYDIFF;
-        if (i == 5) cfg.quality_heads = 2;
-        if (i == 3) cfg.warm = cfg.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3), cfg.rope.dim = DIM;
-        random_walk(cfg, seed + (uint64_t)i, ops, i == 4 || i == 5 || i == 8);
-    }
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(a_window_slides);
@@ -935,6 +827,5 @@ int main(int argc, char **argv) {
     RUN(keys_before_rope_under_a_budget);
     RUN(what_is_protected_can_be_too_much);
     RUN(wrong_arguments);
-    RUN(at_random);
     return tkv_test_end();
 }

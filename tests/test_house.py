@@ -119,6 +119,31 @@ class Amalgamate(unittest.TestCase):
     def test_refuses_code_above_the_list(self):
         self.refuses("only a comment", tieredkv=b"int x;\n" + PARTS["tieredkv.h"].encode())
 
+    def companion(self, part):
+        """The second product: two parts, of which one includes the first product."""
+        os.mkdir(os.path.join(self.root, "src", "cuda"))
+        self.write("src/cuda/tieredkv_cuda.h", b'/* The list. */\n#include "a.h"\n#include "p.h"\n')
+        self.write("src/cuda/a.h", b'#include "tieredkv.h"\nint x;\n')
+        self.write("src/cuda/p.h", part)
+
+    def test_builds_companion(self):
+        self.companion(b'#include "a.h"\nint p;\n')
+        self.assertEqual(self.tool(), (0, "", ""))
+        self.assertEqual(self.output(), WHOLE)
+        with open(os.path.join(self.root, "tieredkv_cuda.cu"), "rb") as f:
+            self.assertEqual(f.read(), b"/* tieredkv_cuda.cu: generated from src/cuda/ by tools/amalgamate.py. "
+                             b"Edit there, not here. */\n/* ======== a.h ======== */\n"
+                             b'#include "tieredkv.h"\nint x;\n/* ======== p.h ======== */\nint p;\n')
+        self.assertEqual(self.tool("--check")[0], 0)
+        self.write("tieredkv_cuda.cu", b"")
+        status, _, said = self.tool("--check")
+        self.assertEqual((status, said), (1, "tieredkv_cuda.cu is not what src/cuda/ makes of it. "
+                                             "Run: python3 tools/amalgamate.py\n"))
+
+    def test_refuses_in_companion(self):
+        self.companion(b'#include "b.h"\n')
+        self.refuses('src/cuda/p.h:1: "b.h" is not a part in src/cuda/')
+
 
 class Version(unittest.TestCase):
     def test_is_the_same_everywhere(self):

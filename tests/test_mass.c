@@ -32,6 +32,7 @@ static tkv_config config(int kv_heads, int every) {
     cfg.isa = tkv_test_isa();
     cfg.importance_every = every;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+    cfg.importance.heads = TKV_IMPORTANCE_SUM; /* each query head tells by itself */
     return cfg;
 }
 
@@ -74,14 +75,11 @@ static void ask(tkv_cache *kv, const tkv_attend_params *p) {
 static void gathered(tkv_cache *kv, int layer, float *a) {
     const tkvi_list *list = tkvi_list_of(kv, 0, layer);
     const uint32_t *ids = tkvi_ids(kv, 0, layer);
-    tkvi_mass m;
-    int i, t, newest;
-    tkvi_mass_init(&m, &kv->tables.cfg);
-    newest = tkvi_mass_newest(kv, &m, list, ids);
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
     memset(a, 0, MOST * sizeof *a);
     for (i = 0; i < list->n; i++) {
         float x[TKVI_BLOCK];
-        tkvi_mass_now(kv, &m, ids[i], list->len, newest, x);
+        tkvi_mass_now(kv, ids[i], list->len, newest, x);
         for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_at(kv, ids[i], t)] = x[t];
     }
 }
@@ -93,6 +91,8 @@ typedef struct oracle {
     way how;
     int every, newest; /* newest: of so many queries, where how is NEWEST */
     double decay, low; /* low 0: an even share */
+    int together;      /* 0: query heads tell one by one; else MAX or SUM of a KV head's, then that */
+    double part;       /* 0: 1; of what is told, so much counts */
     int step, told;    /* told: rows and heads that did */
     double want[MOST], unsure[MOST];
 } oracle;
@@ -107,6 +107,7 @@ static void expect(way how, int every, double decay) {
 }
 
 static void expect_row(const double *p, const char *seen, int len) {
+    const double part = o.part > 0.0 ? o.part : 1.0;
     double low = o.low;
     int j, n = 0;
     o.told++;
@@ -114,27 +115,27 @@ static void expect_row(const double *p, const char *seen, int len) {
     if (low <= 0.0) low = 1.0 / n;
     for (j = 0; j < len; j++) {
         if (!seen[j]) continue;
-        if (o.how == LARGEST) o.want[j] = p[j] > o.want[j] ? p[j] : o.want[j];
-        else if (o.how == LOWS) o.want[j] -= p[j] < low ? 1.0 : 0.0;
-        else o.want[j] += p[j];
+        if (o.how == LARGEST) o.want[j] = part * p[j] > o.want[j] ? part * p[j] : o.want[j];
+        else if (o.how == LOWS) o.want[j] -= p[j] < low ? part : 0.0;
+        else o.want[j] += part * p[j];
         if (o.how == LOWS && fabs(p[j] - low) < 1e-3 * low) o.unsure[j] += 1.0;
     }
 }
 
 /* Weights of the call's rows, in double, and what they come to. */
 static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
-    static double p[MOST];
+    static double p[MOST], all[MOST];
     static char seen[MOST];
     const tkv_config *cfg = &kv->tables.cfg;
     const int len = tkv_layer_len(kv, 0, LAYER), from = tkvi_list_of(kv, 0, LAYER)->dropped;
-    const int group = HEADS / cfg->n_kv_heads, row = cfg->n_kv_heads * DIM;
+    const int group = cfg->n_heads / cfg->n_kv_heads, row = cfg->n_kv_heads * DIM;
     int i, h, j, c;
     CHECK_EQ(tkv_read(kv, 0, LAYER, from, len - from, keys + from * row, NULL), TKV_OK);
     if (o.step != len)
         for (j = 0; j < len; j++) o.want[j] *= o.how == NEWEST ? 0.0 : pow(o.decay, len - o.step);
     o.step = len;
     for (i = 0; i < q->n; i++)
-        for (h = 0; h < HEADS; h++) {
+        for (h = 0; h < cfg->n_heads; h++) {
             const int at = len - q->n + i, window = q->window > 0 ? q->window : MOST;
             double top = q->sinks ? (double)q->sinks[h] : -1e300, sum = 0.0;
             if (o.how == NEWEST ? at < len - o.newest
@@ -159,8 +160,14 @@ static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
             for (j = 0; j < len; j++) sum += seen[j] ? p[j] = exp(p[j] - top) : 0.0;
             if (q->sinks) sum += exp((double)q->sinks[h] - top);
             if (!(sum > 0.0)) continue; /* it sees no key */
-            for (j = 0; j < len; j++) p[j] /= sum;
-            expect_row(p, seen, len);
+            for (j = 0; j < len; j++) {
+                p[j] /= sum;
+                if (h % group == 0) all[j] = 0.0;
+                if (o.together == TKV_IMPORTANCE_MAX) all[j] = p[j] > all[j] ? p[j] : all[j];
+                else all[j] += p[j];
+            }
+            if (!o.together) expect_row(p, seen, len);
+            else if (h % group == group - 1) expect_row(all, seen, len);
         }
 }
 
@@ -220,10 +227,12 @@ TEST(decay) {
     expect(SUM, 2, .95);
     follow(&cfg, &p, "hybrid");
     cfg.importance.strategy = TKV_IMPORTANCE_HEAVY_HITTER;
+    cfg.importance.heads = TKV_IMPORTANCE_MAX;
     cfg.importance.decay = .5f;
     expect(LARGEST, 2, .5);
     follow(&cfg, &p, "largest, decayed");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    cfg.importance.heads = TKV_IMPORTANCE_SUM;
     cfg.evict.kind = TKV_EVICT_H2O; /* as its paper counts, though hybrid would decay */
     expect(SUM, 2, 1.0);
     follow(&cfg, &p, "h2o");
@@ -237,9 +246,11 @@ TEST(other_ways) {
     tkv_config cfg = exact(2, 1);
     NEEDS_ATOMICS;
     cfg.importance.strategy = TKV_IMPORTANCE_HEAVY_HITTER;
+    cfg.importance.heads = TKV_IMPORTANCE_MAX;
     expect(LARGEST, 1, 1.0);
     follow(&cfg, &p, "largest");
     cfg.importance.strategy = TKV_IMPORTANCE_PERSISTENCE;
+    cfg.importance.heads = TKV_IMPORTANCE_SUM;
     expect(LOWS, 1, 1.0);
     follow(&cfg, &p, "lows");
     cfg.importance.low = .01f;
@@ -247,6 +258,7 @@ TEST(other_ways) {
     o.low = (double)cfg.importance.low;
     follow(&cfg, &p, "below .01");
     memset(&cfg.importance, 0, sizeof cfg.importance);
+    cfg.importance.heads = TKV_IMPORTANCE_SUM;
     cfg.evict.kind = TKV_EVICT_SCISSORHANDS;
     expect(LOWS, 1, 1.0);
     follow(&cfg, &p, "scissorhands");
@@ -264,6 +276,89 @@ TEST(other_ways) {
     expect(NEWEST, 0, 1.0);
     o.newest = 5;
     follow(&cfg, &p, "pyramidkv");
+}
+
+/* Mean, max and sum of the query heads of a KV head, for each way of counting; with 3 of them, tiles of queries hold
+ * whole ones. */
+TEST(query_heads) {
+    static const tkv_importance_strategy strategies[] = {
+        TKV_IMPORTANCE_ACCUMULATION, TKV_IMPORTANCE_HEAVY_HITTER, TKV_IMPORTANCE_PERSISTENCE};
+    static const way ways[] = {SUM, LARGEST, LOWS};
+    static const int shapes[][2] = {{4, 2}, {4, 1}, {3, 1}};
+    int i, s, how;
+    NEEDS_ATOMICS;
+    for (i = 0; i < COUNT(shapes); i++)
+        for (s = 0; s < COUNT(strategies); s++)
+            for (how = TKV_IMPORTANCE_MEAN; how <= TKV_IMPORTANCE_SUM; how++) {
+                tkv_config cfg = exact(shapes[i][1], 2);
+                tkv_attend_params p = ask_of(0);
+                const int group = shapes[i][0] / shapes[i][1], max = how == TKV_IMPORTANCE_MAX;
+                p.q_row_stride = Q_ROW;
+                cfg.n_heads = shapes[i][0];
+                cfg.importance.strategy = strategies[s];
+                cfg.importance.heads = (tkv_importance_heads)how;
+                expect(ways[s], 2, 1.0);
+                if (max != (ways[s] == LARGEST)) o.together = max ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
+                if (how == TKV_IMPORTANCE_MEAN) o.part = 1.0 / group;
+                follow(&cfg, &p, max ? "max" : how ? "sum" : "mean");
+            }
+}
+
+/* A mean is a sum but for a constant: the same tokens are the best. With recency it is another weight. */
+TEST(mean_and_sum) {
+    tkv_ranked best[2][50];
+    double ratio;
+    tkv_config wrong = exact(1, 1);
+    int how, i, count;
+    wrong.importance.heads = (tkv_importance_heads)3;
+    CHECK_EQ(tkv_config_validate(&wrong, NULL, 0), TKV_ERR_CONFIG);
+    NEEDS_ATOMICS;
+    for (how = 0; how < 2; how++) {
+        tkv_config cfg = exact(1, 1);
+        tkv_attend_params p = ask_of(1);
+        tkv_cache *kv;
+        rng = tkv_rng_seed(5);
+        cfg.importance.heads = how ? TKV_IMPORTANCE_SUM : TKV_IMPORTANCE_MEAN;
+        kv = make(&cfg);
+        feed(kv, LAYER, 200);
+        for (i = 0; i < 20; i++) {
+            feed(kv, LAYER, 1);
+            ask(kv, &p);
+        }
+        CHECK_EQ(tkv_top_tokens(kv, 0, LAYER, 50, 0, best[how], &count), TKV_OK);
+        CHECK_EQ(count, 50);
+        tkv_destroy(kv);
+    }
+    for (i = 0; i < 50; i++) {
+        CHECK_EQ(best[0][i].position, best[1][i].position);
+        ratio = (double)best[1][i].importance / (double)best[0][i].importance;
+        CHECK_NEAR(ratio, HEADS, 1e-3);
+    }
+}
+
+/* The answers do not depend on it, though tiles of queries may be smaller. */
+TEST(query_heads_change_no_answer) {
+    static float first[CHUNK * Q_ROW];
+    int how, n;
+    for (n = 1; n <= 190; n += 63)
+        for (how = 0; how < 2; how++) {
+            tkv_config cfg = config(1, 1);
+            tkv_attend_params p = ask_of(n);
+            tkv_cache *kv;
+            rng = tkv_rng_seed(6);
+            cfg.n_heads = 3;
+            cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+            cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
+            kv = make(&cfg);
+            feed(kv, LAYER, 200);
+            feed(kv, LAYER, 200);
+            memset(out, 0, sizeof out);
+            ask(kv, &p);
+            CHECK_EQ(kv->mass.heads != NULL, how);
+            if (!how) memcpy(first, out, sizeof out);
+            else CHECK_MEM(first, out, sizeof out);
+            tkv_destroy(kv);
+        }
 }
 
 /* Calls between two appends are one step; those of the next one begin anew, and so do the readers. */
@@ -318,9 +413,11 @@ TEST(what_changes_logits) {
     p.window = 0;
     p.non_causal = 1;
     cfg.importance.strategy = TKV_IMPORTANCE_HEAVY_HITTER;
+    cfg.importance.heads = TKV_IMPORTANCE_MAX;
     expect(LARGEST, 1, 1.0);
     follow(&cfg, &p, "not causal");
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+    cfg.importance.heads = TKV_IMPORTANCE_SUM;
     p = ask_of(40);
     expect(SUM, 1, 1.0);
     kv = make(&cfg);
@@ -461,6 +558,7 @@ TEST(threads_change_nothing) {
             uint64_t said[3], found[3], quiet, none;
             tkv_config cfg = config(2, 4);
             cfg.importance.strategy = TKV_IMPORTANCE_HYBRID;
+            cfg.importance.heads = (tkv_importance_heads)((i + j) % 3);
             cfg.evict.kind = kinds[j];
             for (k = 0; k < 3; k++) {
                 cfg.parallel_for = how[k];
@@ -911,6 +1009,9 @@ int main(int argc, char **argv) {
     RUN(sums);
     RUN(decay);
     RUN(other_ways);
+    RUN(query_heads);
+    RUN(mean_and_sum);
+    RUN(query_heads_change_no_answer);
     RUN(one_step_many_calls);
     RUN(what_changes_logits);
     RUN(coded_tiers);

@@ -37,7 +37,8 @@ typedef struct ledger {
 
 static ledger book;
 
-static int all_bytes(const char *p, size_t n, int byte) {
+static int all_bytes(const void *mem, size_t n, int byte) {
+    const char *p = (const char *)mem;
     size_t i;
     for (i = 0; i < n; i++)
         if ((unsigned char)p[i] != (unsigned char)byte) return 0;
@@ -676,30 +677,6 @@ TEST(pages_do_not_fragment) {
 }
 
 /* >>in place */
-typedef struct place {
-    char *raw, *mem;
-    size_t bytes;
-} place;
-
-enum { BORDER = 4096 };
-
-static place place_of(size_t bytes, size_t offset, int poison) {
-    place p;
-    p.raw = (char *)malloc(bytes + 2 * BORDER + 128);
-    if (!p.raw) exit(2);
-    memset(p.raw, 0xe7, bytes + 2 * BORDER + 128);
-    p.mem = p.raw + BORDER;
-    p.mem += (64 - (size_t)((uintptr_t)p.mem % 64)) % 64 + offset;
-    p.bytes = bytes;
-    memset(p.mem, poison, bytes);
-    return p;
-}
-
-static void borders(const place *p) {
-    CHECK(all_bytes(p->raw, (size_t)(p->mem - p->raw), 0xe7));
-    CHECK(all_bytes(p->mem + p->bytes, BORDER, 0xe7));
-}
-
 typedef struct shape {
     int layers, seqs, tokens, append, sink, hot, warm, window, dims, v_dims, heads;
     tkv_format f;
@@ -759,14 +736,14 @@ TEST(in_place_holds_everything) {
             tkv_config cfg = config_of(&shapes[i]), heap = cfg;
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0, offset = (size_t)((i * 5 + c * 17) % 64);
-            place p;
+            site p;
             tkv_cache *kv = NULL, *other;
             picture a, b;
             tkv_memory_info m;
             heap.allocator = open_book(0xab);
             cfg.allocator = heap.allocator; /* not used */
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = place_of(bytes, offset, 0xff);
+            p = site_of(bytes, offset, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
             CHECK(kv == NULL);
             CHECK_EQ(tkv_init_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
@@ -839,10 +816,10 @@ TEST(in_place_steps_and_reservations) {
             tkv_config cfg = config_of(&shapes[i]);
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0;
-            place p;
+            site p;
             tkv_cache *kv = NULL;
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = place_of(bytes, 1, 0xff);
+            p = site_of(bytes, 1, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             if (!kv) return;
             for (seq = 0; seq < cfg.max_seqs; seq++)
@@ -874,7 +851,7 @@ TEST(in_place_at_any_address) {
     cfg.max_append = 100;
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
     for (offset = 0; offset < 64; offset++) {
-        place p = place_of(bytes, offset, offset % 2 ? 0xff : 0xab);
+        site p = site_of(bytes, offset, offset % 2 ? 0xff : 0xab);
         tkv_cache *kv = NULL;
         CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
         if (!kv) return;

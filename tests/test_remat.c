@@ -2,8 +2,6 @@
  * test_remat.c - blocks that are dropped and computed again: attention with them is refused, what is given back makes
  * the same bits, nothing that fails changes anything, and under a budget idle sequences give way to the one that runs.
  * The "model" keeps every key and value that it appended.
- *
- *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_remat     calls per config of the random test, first seed
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -27,22 +25,9 @@ static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LON
 static float k_of[SEQS][LAYERS][LONGEST * ROW], v_of[SEQS][LAYERS][LONGEST * ROW];
 
 static tkv_config small(void) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.warm_tokens = 2 * BLOCK;
-    cfg.isa = tkv_test_isa();
     return cfg;
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 static int tokens_missing(const tkv_cache *kv, int seq, int layer) {
@@ -58,13 +43,6 @@ static int first_missing(const tkv_cache *kv, int seq, int *start) {
     int n = -1;
     CHECK_EQ(tkv_remat_missing(kv, seq, start, &n), TKV_OK);
     return n;
-}
-
-static tkv_budget_info budget_of(const tkv_cache *kv) {
-    tkv_budget_info b;
-    memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
-    return b;
 }
 
 /* The same tokens to all layers of one cache, or of two; the model remembers them. */
@@ -463,48 +441,14 @@ TEST(anchors) {
 }
 
 /* >>with blocks outside RAM */
-typedef struct depot {
-    uint8_t *bytes;
-    size_t room;
-    int alive[1024];
-} depot;
-
-static int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    CHECK(key < 1024 && offset + size <= d->room);
-    d->alive[key] = 1;
-    memcpy(d->bytes + key * d->room + offset, bytes, size);
-    return 0;
-}
-
-static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    const depot *d = (const depot *)user;
-    CHECK(key < 1024 && d->alive[key]);
-    memcpy(bytes, d->bytes + key * d->room + offset, size);
-    return 0;
-}
-
-static void depot_gone(void *user, uint32_t key) {
-    depot *d = (depot *)user;
-    CHECK_MSG(key < 1024 && d->alive[key], "key %u is not there", (unsigned)key);
-    d->alive[key] = 0;
-}
-
 TEST(outside_and_copies) {
     tkv_config cfg = small(), with;
     tkv_cache *a, *b;
-    int n, start, done, keys = 0;
+    int n, start, done;
     depot d;
-    memset(&d, 0, sizeof d);
     with = cfg;
-    with.spill.store = depot_store;
-    with.spill.fetch = depot_fetch;
-    with.spill.drop = depot_gone;
-    with.spill.user = &d;
+    depot_for(&d, &with);
     with.spill.keep_exact = 1;
-    CHECK_EQ(tkv_spill_bytes(&with, &d.room), TKV_OK);
-    d.bytes = (uint8_t *)calloc(1024, d.room);
-    REQUIRE(d.bytes);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
@@ -527,8 +471,7 @@ TEST(outside_and_copies) {
     CHECK_EQ(first_missing(b, 0, &start), 128);
     CHECK_EQ(tkv_reset(b, 0), TKV_OK);
     sound(b);
-    for (n = 0; n < 1024; n++) keys += d.alive[n];
-    CHECK_EQ(keys, 0);
+    CHECK_EQ(alive_in(&d), 0);
     with.spill.keep_exact = 0;
     tkv_destroy(b);
     b = make(&with);
@@ -538,7 +481,7 @@ TEST(outside_and_copies) {
     sound(b);
     tkv_destroy(a);
     tkv_destroy(b);
-    free(d.bytes);
+    depot_end(&d);
 }
 
 /* >>a model that is asked */
@@ -834,112 +777,6 @@ TEST(in_place) {
     }
 }
 
-/* >>anything in any order */
-static int from_env(const char *name, int otherwise) {
-    const char *s = getenv(name);
-    return s && *s ? atoi(s) : otherwise;
-}
-
-static void random_call(tkv_cache *kv, tkv_remat *r, int step) {
-    const int seq = tkv_rng_below(&rng, SEQS), len = tkv_seq_len(kv, seq);
-    tkv_remat_block blocks[64];
-    tkv_remat_action actions[64];
-    uint64_t victims[LONGEST / 64];
-    model m;
-    size_t freed;
-    uint64_t gone;
-    int n = 1 + tkv_rng_below(&rng, CHUNK), start, left, l, lacks;
-    tkv_status st;
-    memset(&m, 0, sizeof m);
-    switch (tkv_rng_below(&rng, 12)) {
-    case 0: CHECK_EQ(tkv_remat_drop(kv, seq, tkv_rng_below(&rng, 600), &left), TKV_OK); break;
-    case 1:
-        if (tkv_rng_below(&rng, 4) == 0) m.fails = 1;
-        st = tkv_recompute(kv, seq, r, step, compute, &m, &left);
-        CHECK_MSG(st == TKV_OK || st == TKV_ERR_BUDGET || (m.calls && st == TKV_ERR_NOMEM), "%d: %s", (int)st,
-                  tkv_last_error(kv));
-        break;
-    case 2:
-        if (first_missing(kv, seq, &start) == 0) break;
-        l = tkv_rng_below(&rng, LAYERS);
-        gone = budget_of(kv).dropped;
-        st = give(kv, seq, l, start + tkv_rng_below(&rng, 2) * BLOCK, BLOCK * (1 + tkv_rng_below(&rng, 3)));
-        if (st) CHECK_EQ(budget_of(kv).dropped, gone);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_RANGE || st == TKV_ERR_STATE);
-        break;
-    case 3: (void)tkv_truncate(kv, seq, len - tkv_rng_below(&rng, len < 40 ? len + 1 : 40)); break;
-    case 4:
-        if (tkv_rng_below(&rng, 8) == 0) CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-        break;
-    case 5:
-        CHECK_EQ(tkv_remat_free(kv, seq, r, 0.95f, (size_t)tkv_rng_below(&rng, 60000), blocks, actions, 64,
-                                &freed),
-                 TKV_OK);
-        break;
-    case 6:
-        for (l = 0; l < COUNT(victims); l++) victims[l] = tkv_rng_u64(&rng) & tkv_rng_u64(&rng);
-        st = tkv_drop(kv, seq, TKV_NONE, victims, tkv_rng_below(&rng, len + 1));
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE);
-        break;
-    case 7: st = tkv_flush(kv, seq, TKV_FLUSH_DUE); break;
-    default: /* as a runner would */
-        lacks = first_missing(kv, seq, &start) > 0;
-        if (len + n > LONGEST) break;
-        gone = budget_of(kv).dropped;
-        st = append_both(kv, NULL, seq, n);
-        if (st) { /* not all layers may have them */
-            CHECK_EQ(st, TKV_ERR_BUDGET);
-            if (tkv_layer_len(kv, seq, 0) == len) CHECK_EQ(budget_of(kv).dropped, gone);
-            for (l = 0; l < LAYERS; l++)
-                if (tkv_layer_len(kv, seq, l) > len) {
-                    st = tkv_truncate(kv, seq, len);
-                    if (st) CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-                    break;
-                }
-            break;
-        }
-        for (l = 0; l < LAYERS; l++) {
-            tkv_rng_fill(&rng, q_in, (size_t)(n * HEADS * DIM), 1.0);
-            st = tkv_attend(kv, seq, l, q_in, n, out_a);
-            CHECK(lacks ? st == TKV_ERR_NO_SOURCE || st == TKV_OK : st == TKV_OK);
-        }
-    }
-}
-
-TEST(random_calls) {
-    const int ops = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 100 : 400);
-    int i, n, seed = from_env("TKV_RANDOM_SEED", 1);
-    for (i = 0; i < 6; i++) {
-        tkv_config cfg = small();
-        tkv_remat r = remat_of(3);
-        tkv_budget_info b;
-        tkv_cache *kv;
-        purse p;
-        rng = tkv_rng_seed((uint64_t)(seed + i));
-        cfg.warm = warm_of[i];
-        cfg.archive = archive_of[i];
-        cfg.allocator = purse_of(&p);
-        if (i % 2) cfg.budget_bytes = (size_t)(330 + 20 * i) * 1000, cfg.remat = 1;
-        if (i % 3 == 0) cfg.evict.kind = TKV_EVICT_FIFO;
-        if (i == 4) cfg.hot_tokens = 200;
-        if (i >= 2 && i <= 3) cfg.n_anchors = 12, cfg.importance_every = 1;
-        kv = make(&cfg);
-        for (n = 0; n < ops; n++) {
-            random_call(kv, &r, n);
-            sound(kv);
-            if (cfg.budget_bytes) CHECK_LE(p.most, cfg.budget_bytes);
-            if (tkv_test_.bad > 5) break;
-        }
-        b = budget_of(kv);
-        printf("%s    level %d, dropped %d, recomputed %d, refused %d, evicted %d\n", i ? "" : "\n", b.level,
-               (int)b.dropped, (int)b.recomputed, (int)b.refused, (int)b.evicted);
-        for (n = 0; n < SEQS; n++) CHECK_EQ(tkv_reset(kv, n), TKV_OK);
-        sound(kv);
-        tkv_destroy(kv);
-        CHECK_EQ(p.held, 0);
-    }
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(20);
@@ -959,6 +796,5 @@ int main(int argc, char **argv) {
     RUN(tiers_come_first);
     RUN(no_room_to_come_back);
     RUN(in_place);
-    RUN(random_calls);
     return tkv_test_end();
 }

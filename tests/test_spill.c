@@ -1,8 +1,6 @@
 /*
  * test_spill.c - blocks outside RAM: attention with them is the same to the bit, a store that fails costs an error and
  * nothing else, what it damages is found out, and what comes back is what went.
- *
- *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_spill     calls per config of the random test, first seed
  */
 #if defined(__unix__) || defined(__APPLE__)
 #include "../examples/spill_file.h" /* before system headers */
@@ -27,105 +25,8 @@ enum {
     DIM = 32,
     ROW = KV_HEADS * DIM,
     CHUNK = 96,
-    LONGEST = 4000,
-    KEYS = 4096,
-    PARTS = 2 * KV_HEADS /* of a block, at most; KV_HEADS where records are small */
+    LONGEST = 4000
 };
-
-/* >>a store in memory that keeps to what api.h says of it, and notices who does not */
-typedef struct shelf {
-    int alive, parts;
-    size_t at[PARTS], size[PARTS];
-    uint8_t *bytes;
-} shelf;
-
-typedef struct depot {
-    shelf *key; /* [KEYS] */
-    size_t room;
-    int stores, fetches, drops, hints; /* calls */
-    int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
-    int lazy;                          /* stores say yes and do nothing */
-    int full;                          /* all fail */
-} depot;
-
-static int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    shelf *s = &d->key[key % KEYS];
-    CHECK(key < KEYS);
-    CHECK(offset + size <= d->room);
-    d->stores++;
-    if (offset == 0) {
-        CHECK_MSG(!s->alive, "key %u was not dropped", (unsigned)key);
-        s->alive = 1;
-        s->parts = 0;
-    }
-    CHECK(s->alive);
-    if (d->full || (d->store_fails && --d->store_fails == 0)) return 1;
-    CHECK(s->parts < PARTS);
-    CHECK(s->parts == 0 || offset >= s->at[s->parts - 1] + s->size[s->parts - 1]);
-    s->at[s->parts] = offset;
-    s->size[s->parts++] = size;
-    if (!s->bytes) s->bytes = (uint8_t *)calloc(1, d->room);
-    if (!s->bytes) exit(2);
-    if (!d->lazy) memcpy(s->bytes + offset, bytes, size);
-    return 0;
-}
-
-static int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    const shelf *s = &d->key[key % KEYS];
-    int i = 0;
-    d->fetches++;
-    CHECK(key < KEYS && s->alive);
-    while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
-    CHECK(i < s->parts);
-    if (d->fetch_fails && --d->fetch_fails == 0) {
-        memset(bytes, 0x5a, size / 2); /* a short read, and it says so */
-        return 1;
-    }
-    memcpy(bytes, s->bytes + offset, size);
-    return 0;
-}
-
-static void depot_ahead(void *user, uint32_t key, size_t offset, size_t size) {
-    depot *d = (depot *)user;
-    d->hints++;
-    CHECK(key < KEYS && d->key[key % KEYS].alive);
-    CHECK(size > 0 && offset + size <= d->room);
-}
-
-static void depot_drop(void *user, uint32_t key) {
-    depot *d = (depot *)user;
-    CHECK_MSG(key < KEYS && d->key[key % KEYS].alive, "key %u was dropped twice", (unsigned)key);
-    d->key[key % KEYS].alive = 0;
-    d->drops++;
-}
-
-static int alive_in(const depot *d) {
-    int i, n = 0;
-    for (i = 0; i < KEYS; i++) n += d->key[i].alive;
-    return n;
-}
-
-static depot depot_for(tkv_config *cfg) {
-    depot d;
-    memset(&d, 0, sizeof d);
-    CHECK_EQ(tkv_spill_bytes(cfg, &d.room), TKV_OK);
-    d.key = (shelf *)calloc(KEYS, sizeof *d.key);
-    if (!d.key) exit(2);
-    cfg->spill.store = depot_store;
-    cfg->spill.fetch = depot_fetch;
-    cfg->spill.ahead = depot_ahead;
-    cfg->spill.drop = depot_drop;
-    return d;
-}
-
-static void empty(depot *d) { /* after the cache */
-    int i;
-    CHECK_EQ(alive_in(d), 0);
-    for (i = 0; i < KEYS; i++) free(d->key[i].bytes);
-    free(d->key);
-}
 
 /* >>caches */
 static tkv_rng rng;
@@ -134,22 +35,9 @@ static float out_a[CHUNK * HEADS * DIM], out_b[CHUNK * HEADS * DIM];
 static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LONGEST * ROW];
 
 static tkv_config small(void) {
-    tkv_config cfg = tkv_config_default();
-    cfg.n_layers = LAYERS;
-    cfg.n_heads = HEADS;
-    cfg.n_kv_heads = KV_HEADS;
-    cfg.head_dim = DIM;
-    cfg.max_seqs = SEQS;
-    cfg.max_append = CHUNK;
+    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.warm_tokens = 2 * BLOCK;
-    cfg.isa = tkv_test_isa();
     return cfg;
-}
-
-static void sound(const tkv_cache *kv) {
-    char reason[200];
-    tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
 }
 
 static void fresh(int n) {
@@ -174,13 +62,6 @@ static int spill_all(tkv_cache *kv, int seq) {
     CHECK_EQ(tkv_spill(kv, seq, TKV_ALL, LONGEST, &done), TKV_OK);
     sound(kv);
     return done;
-}
-
-static tkv_budget_info budget_of(const tkv_cache *kv) {
-    tkv_budget_info b;
-    memset(&b, 0, sizeof b);
-    CHECK_EQ(tkv_budget(kv, &b), TKV_OK);
-    return b;
 }
 
 static int spilled_in(const tkv_cache *kv, int seq, int layer) {
@@ -235,8 +116,7 @@ TEST(attention_is_the_same) {
         cfg.quality_heads = i % 3;
         cfg.quality_every = 1;
         with = cfg;
-        d = depot_for(&with);
-        with.spill.user = &d;
+        depot_for(&d, &with);
         a = make(&cfg);
         b = make(&with);
         for (n = 0; n < 8; n++)
@@ -259,7 +139,7 @@ TEST(attention_is_the_same) {
         sound(b);
         tkv_destroy(a);
         tkv_destroy(b);
-        empty(&d);
+        depot_end(&d);
     }
 }
 
@@ -273,8 +153,7 @@ TEST(all_that_attention_can_be_asked) {
     depot d;
     int n, kind;
     with = cfg;
-    d = depot_for(&with);
-    with.spill.user = &d;
+    depot_for(&d, &with);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
@@ -320,7 +199,7 @@ TEST(all_that_attention_can_be_asked) {
     CHECK_EQ(d.fetches, n); /* what nobody sees is not fetched */
     tkv_destroy(a);
     tkv_destroy(b);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(wide_heads) {
@@ -338,8 +217,7 @@ TEST(wide_heads) {
         cfg.v_head_dim = dims[i][1];
         cfg.hot_tokens = i == 0 ? TKV_ALL : 64; /* exact blocks go, the largest there are */
         with = cfg;
-        d = depot_for(&with);
-        with.spill.user = &d;
+        depot_for(&d, &with);
         a = make(&cfg);
         b = make(&with);
         for (n = 0; n < 8; n++) {
@@ -355,7 +233,7 @@ TEST(wide_heads) {
         CHECK_MEM(x, y, 2u * (size_t)dims[i][1] * sizeof(float));
         tkv_destroy(a);
         tkv_destroy(b);
-        empty(&d);
+        depot_end(&d);
     }
 }
 
@@ -372,8 +250,7 @@ TEST(more_than_the_budget) {
     with.policy.max_level = TKV_NONE; /* never compressed: then exact blocks go, and the bits stay */
     with.budget_bytes = 210 * 1000;
     with.allocator = purse_of(&p);
-    d = depot_for(&with);
-    with.spill.user = &d;
+    depot_for(&d, &with);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 3900; n += i) {
@@ -403,7 +280,7 @@ TEST(more_than_the_budget) {
     tkv_destroy(a);
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(compressed_then_outside) {
@@ -415,8 +292,7 @@ TEST(compressed_then_outside) {
     int n, seq, l, i;
     cfg.budget_bytes = 330 * 1000;
     cfg.allocator = purse_of(&p);
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 30)
         for (seq = 0; seq < SEQS; seq++) {
@@ -455,7 +331,7 @@ TEST(compressed_then_outside) {
     CHECK_LE(p.held, cfg.budget_bytes * 9 / 10);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(dropped_when_nothing_else_helps) {
@@ -463,11 +339,10 @@ TEST(dropped_when_nothing_else_helps) {
     tkv_cache *kv;
     depot d;
     int n, gone, outside;
-    cfg.budget_bytes = 400 * 1000;
+    cfg.budget_bytes = 420 * 1000;
     cfg.evict.kind = TKV_EVICT_SLIDING;
     cfg.hot_tokens = 256;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 2000; n += 20) {
         CHECK_EQ(append_both(kv, NULL, 0, 20), TKV_OK);
@@ -493,7 +368,7 @@ TEST(dropped_when_nothing_else_helps) {
     CHECK(alive_in(&d) > outside);
     CHECK_EQ(budget_of(kv).evicted, gone);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(steps) {
@@ -502,8 +377,7 @@ TEST(steps) {
     depot d;
     int n, len;
     cfg.budget_bytes = 300 * 1000;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 60; n++) {
         CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
@@ -520,7 +394,7 @@ TEST(steps) {
     }
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 /* >>a store that fails */
@@ -533,8 +407,7 @@ TEST(store_fails) {
         int n, len = 0;
         cfg.budget_bytes = 230 * 1000;
         cfg.policy.max_level = TKV_NONE;
-        d = depot_for(&cfg);
-        cfg.spill.user = &d;
+        depot_for(&d, &cfg);
         kv = make(&cfg);
         d.store_fails = at;
         while (len < 1200) {
@@ -570,7 +443,7 @@ TEST(store_fails) {
         sound(kv);
         d.store_fails = 0;
         tkv_destroy(kv);
-        empty(&d);
+        depot_end(&d);
     }
     CHECK(refused > 3);
 }
@@ -579,8 +452,7 @@ TEST(store_fails) {
 static tkv_cache *with_spilled(tkv_config *cfg, depot *d) {
     tkv_cache *kv;
     int n;
-    *d = depot_for(cfg);
-    cfg->spill.user = d;
+    depot_for(d, cfg);
     kv = make(cfg);
     for (n = 0; n < 7; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
@@ -624,7 +496,7 @@ TEST(fetch_fails) {
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_ERR_IO);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_OK);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(bytes_are_checked) {
@@ -660,7 +532,7 @@ TEST(bytes_are_checked) {
     CHECK_MEM(out_a, out_b, HEADS * DIM * sizeof(float));
     free(was);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(stale_records) {
@@ -675,7 +547,7 @@ TEST(stale_records) {
     CHECK(spill_all(kv, 0) > 0);
     all_say(kv, TKV_ERR_DATA);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 /* >>keys die once */
@@ -686,8 +558,7 @@ TEST(keys_are_dropped) {
     int n, most = 0;
     cfg.window = 300;
     cfg.spill.keep_exact = 1;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 40; n++) {
         CHECK_EQ(append_both(kv, NULL, n % 2, CHUNK), TKV_OK);
@@ -701,12 +572,11 @@ TEST(keys_are_dropped) {
     sound(kv);
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
     /* exact blocks that are cut away */
     cfg = small();
     cfg.hot_tokens = TKV_ALL;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 6; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
@@ -722,7 +592,7 @@ TEST(keys_are_dropped) {
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 10, out_a), TKV_OK);
     sound(kv);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 /* >>and back */
@@ -734,8 +604,7 @@ TEST(promotion_restores) {
     int n, l, at, len;
     exact.hot_tokens = TKV_ALL;
     cfg.spill.keep_exact = 1;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     a = make(&exact);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
@@ -767,11 +636,10 @@ TEST(promotion_restores) {
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_OK);
     same(a, b, 0, 7);
     tkv_destroy(b);
-    empty(&d);
+    depot_end(&d);
     /* without a copy it comes back as it went, and no further */
     cfg = small();
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(b, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_ERR_NO_SOURCE);
@@ -789,7 +657,7 @@ TEST(promotion_restores) {
     CHECK_EQ(spilled_in(b, 0, 0), n + 1);
     tkv_destroy(a);
     tkv_destroy(b);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(promotion_under_a_budget) {
@@ -801,8 +669,7 @@ TEST(promotion_under_a_budget) {
     cfg.budget_bytes = 330 * 1000;
     cfg.allocator = purse_of(&p);
     cfg.spill.keep_exact = 1;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 50) CHECK_EQ(append_both(kv, NULL, 0, 50), TKV_OK);
     for (at = 4; at < 1000; at += BLOCK) {
@@ -825,7 +692,7 @@ TEST(promotion_under_a_budget) {
     sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    empty(&d);
+    depot_end(&d);
 }
 
 TEST(importance_says_what_to_promote) { /* the example of api.h */
@@ -838,8 +705,7 @@ TEST(importance_says_what_to_promote) { /* the example of api.h */
     tkv_cache *kv;
     depot d;
     cfg.spill.keep_exact = 1;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     for (at = 4; at < tkv_seq_len(kv, 0); at += BLOCK, n_blocks++) {
@@ -864,7 +730,7 @@ TEST(importance_says_what_to_promote) { /* the example of api.h */
     CHECK_EQ(all, (int)budget_of(kv).promoted);
     CHECK(all > 6 && all < n_blocks);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 /* >>memory that is not there */
@@ -880,8 +746,7 @@ TEST(every_allocation_fails_once) {
         cfg.budget_bytes = nth % 2 ? 300 * 1000 : 0;
         cfg.allocator = purse_of(&p);
         cfg.spill.keep_exact = nth % 3 == 0;
-        d = depot_for(&cfg);
-        cfg.spill.user = &d;
+        depot_for(&d, &cfg);
         p.closed = nth;
         st = tkv_create(&cfg, &kv);
         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
@@ -907,7 +772,7 @@ TEST(every_allocation_fails_once) {
         failed += done || !kv;
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
-        empty(&d);
+        depot_end(&d);
     }
     CHECK(failed > 10);
 }
@@ -923,8 +788,7 @@ TEST(in_place) {
     cfg.max_seqs = 1;
     cfg.max_tokens = LONGEST;
     cfg.budget_bytes = 240 * 1000;
-    d = depot_for(&cfg);
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
     raw = (uint8_t *)malloc(bytes + 128);
     if (!raw) exit(2);
@@ -947,7 +811,7 @@ TEST(in_place) {
     tkv_destroy(kv);
     tkv_destroy(a);
     free(raw);
-    empty(&d);
+    depot_end(&d);
 }
 
 /* >>the file of examples/ */
@@ -1006,132 +870,15 @@ TEST(a_file) {
 TEST(a_file) { SKIP("no POSIX files"); }
 #endif
 
-/* >>random calls with a store that fails at times */
-static int from_env(const char *name, int otherwise) {
-    const char *text = getenv(name);
-    return text ? atoi(text) : otherwise;
-}
-
-static void random_call(tkv_cache *kv, depot *d, int *step) {
-    const int seq = tkv_rng_below(&rng, SEQS), layer = tkv_rng_below(&rng, LAYERS),
-              kind = tkv_rng_below(&rng, 100), len = tkv_layer_len(kv, seq, layer);
-    tkv_status st;
-    int n;
-    if (tkv_rng_below(&rng, 8) == 0) d->store_fails = 1 + tkv_rng_below(&rng, 6);
-    if (tkv_rng_below(&rng, 8) == 0) d->fetch_fails = 1 + tkv_rng_below(&rng, 6);
-    if (kind < 45) {
-        n = 1 + tkv_rng_below(&rng, CHUNK / 2);
-        fresh(n);
-        st = len + n > LONGEST ? TKV_OK : tkv_append(kv, seq, layer, k_in, v_in, n);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
-        n = len + n > LONGEST || st ? 0 : n;
-        CHECK_EQ(tkv_layer_len(kv, seq, layer), len + n);
-    } else if (kind < 60) {
-        tkv_rng_fill(&rng, q_in, (size_t)(20 * HEADS * DIM), 1.0);
-        n = kind % 2 && len >= 20 ? 20 : len > 0;
-        st = tkv_attend(kv, seq, layer, q_in, n, out_a);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->tables.cfg.window));
-    } else if (kind < 65) {
-        n = tkvi_list_of(kv, seq, layer)->dropped;
-        st = tkv_read(kv, seq, layer, n, len - n, k_a, v_a);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
-    } else if (kind < 75) {
-        st = tkv_spill(kv, seq, kind % 2 ? layer : TKV_ALL, tkv_rng_below(&rng, 5), NULL);
-        CHECK(st == TKV_OK || st == TKV_ERR_IO);
-    } else if (kind < 83) {
-        n = tkvi_list_of(kv, seq, layer)->dropped;
-        st = len > n ? tkv_promote(kv, seq, layer, n + tkv_rng_below(&rng, len - n)) : TKV_OK;
-        CHECK(st == TKV_OK || st == TKV_ERR_NO_SOURCE || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM ||
-              st == TKV_ERR_IO || (st == TKV_ERR_RANGE && kv->evicted));
-    } else if (kind < 87) {
-        n = len - tkv_rng_below(&rng, 200);
-        st = tkv_truncate(kv, seq, n > 0 ? n : 0);
-        CHECK(st == TKV_OK || st == TKV_ERR_INEXACT || st == TKV_ERR_STATE);
-    } else if (kind < 88) {
-        if (tkv_rng_below(&rng, 3)) return;
-        CHECK_EQ(tkv_reset(kv, seq), TKV_OK);
-        step[seq] = 0;
-    } else if (kind < 91) {
-        st = tkv_flush(kv, seq, (tkv_flush_mode)tkv_rng_below(&rng, 3));
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
-    } else if (kind < 94) {
-        if (!step[seq]) step[seq] = tkv_begin(kv, seq) == TKV_OK;
-        else if (tkv_rng_below(&rng, 2)) CHECK_EQ(tkv_abort(kv, seq), TKV_OK), step[seq] = 0;
-        else if (tkv_commit(kv, seq) == TKV_OK) step[seq] = 0;
-    } else if (kind < 95 && kv->tables.cfg.evict.kind) {
-        tkv_evict_params p;
-        memset(&p, 0, sizeof p);
-        p.seq = seq;
-        p.layer = kind % 2 ? layer : TKV_NONE;
-        p.keep = 100 + tkv_rng_below(&rng, 600);
-        st = tkv_evict(kv, &p);
-        CHECK(st == TKV_OK || st == TKV_ERR_STATE);
-    } else if (kind < 96) {
-        st = tkv_reserve(kv, seq, 1 + tkv_rng_below(&rng, CHUNK));
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM || st == TKV_ERR_CAPACITY);
-    } else if (kind < 98) {
-        st = tkv_set_level(kv, tkv_rng_below(&rng, 4));
-        CHECK(st == TKV_OK || st == TKV_ERR_ARG);
-    } else if (tkvi_lazy(kv)) {
-        st = tkv_set_budget(kv, (size_t)(300 + tkv_rng_below(&rng, 300)) * 1000);
-        CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NOMEM);
-    }
-    d->store_fails = d->fetch_fails = 0;
-}
-
-TEST(random_calls) {
-    const int calls = from_env("TKV_RANDOM_OPS", tkv_test_quick() ? 600 : 1500);
-    const int first = from_env("TKV_RANDOM_SEED", 1);
-    int config, i;
-    for (config = 0; config < 8; config++) {
-        tkv_config cfg = small();
-        tkv_cache *kv;
-        purse p;
-        depot d;
-        int step[SEQS] = {0};
-        rng = tkv_rng_seed((uint64_t)(first + config));
-        cfg.budget_bytes = config < 3 ? (size_t)(config < 2 ? 350 : 600) * 1000 : 0;
-        if (config % 2) cfg.spill.keep_exact = 1;
-        if (config == 2) cfg.policy.max_level = TKV_NONE;
-        if (config == 1) cfg.window = 1000;
-        if (config == 4) cfg.quality_heads = 2;
-        if (config > 4)
-            cfg.evict.kind = (tkv_evict_kind)(config == 5   ? TKV_EVICT_KNORM
-                                              : config == 6 ? TKV_EVICT_KEYDIFF
-                                                            : TKV_EVICT_SLIDING);
-        if (config == 6) cfg.evict_tokens = 900;
-        if (config == 5 || config == 7) cfg.budget_bytes = 600 * 1000;
-        cfg.allocator = purse_of(&p);
-        d = depot_for(&cfg);
-        cfg.spill.user = &d;
-        kv = make(&cfg);
-        for (i = 0; i < calls && !tkv_test_.bad; i++) {
-            const int fails = tkv_rng_below(&rng, 20) == 0;
-            if (fails) p.closed = 1 + tkv_rng_below(&rng, 3);
-            random_call(kv, &d, step);
-            p.closed = 0;
-            sound(kv);
-            if (cfg.budget_bytes) CHECK_LE(kv->heap.held, 600 * 1000);
-        }
-        if (tkv_test_.bad) printf("\n    config %d, call %d", config, i);
-        printf("\n    config %d: %d stores, %d fetches, %d drops, %lu promoted", config, d.stores, d.fetches,
-               d.drops, (unsigned long)kv->promoted);
-        CHECK(d.stores > 0 && d.drops > 0);
-        tkv_destroy(kv);
-        CHECK_EQ(p.held, 0);
-        empty(&d);
-    }
-}
-
 /* >>what cannot be */
 TEST(config_says_what_is_wrong) {
     tkv_config cfg = small();
     char reason[200];
     size_t bytes = 0;
-    depot d = depot_for(&cfg);
+    depot d;
     tkv_cache *kv;
     int i;
-    cfg.spill.user = &d;
+    depot_for(&d, &cfg);
     cfg.spill.fetch = NULL;
     CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "spill") != NULL, "%s", reason);
@@ -1159,7 +906,7 @@ TEST(config_says_what_is_wrong) {
     CHECK_EQ(tkv_spill(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
-    empty(&d);
+    depot_end(&d);
 }
 
 int main(int argc, char **argv) {
@@ -1183,7 +930,6 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place);
     RUN(a_file);
-    RUN(random_calls);
     RUN(config_says_what_is_wrong);
     return tkv_test_end();
 }

@@ -12,9 +12,13 @@
  *
  * A cache has its tokens in two pieces of device memory that the caller brings:
  *
- *     tkvcu_desc desc = {0};                       tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
- *     desc.cfg = &cfg;                             cudaMalloc(&cache, bytes); cudaMalloc(&work, work_bytes);
- *     desc.max_tokens = 32768;                     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
+ *     tkvcu_desc desc = {0};
+ *     desc.cfg = &cfg;
+ *     desc.max_tokens = 32768;
+ *     tkvcu_query(&desc, &bytes, &work_bytes, why, sizeof why);
+ *     cudaMalloc(&cache, bytes);
+ *     cudaMalloc(&work, work_bytes);
+ *     tkvcu_create(&desc, cache, bytes, work, work_bytes, stream, &cu);
  *     tkvcu_import(cu, 0, kv, 0, stream);          a prompt that the CPU has seen, or nothing
  *     for each step, for each layer:
  *         tkvcu_append(cu, layer, k, v, TKV_TYPE_F16, 1, NULL, stream);
@@ -33,8 +37,8 @@
  *
  * What it holds: formats A, R, KIVI and Q8 in warm and archive tiers, F16 or BF16 in hot tier and sinks;
  * head_dim (of K and V, the same) 64 or 128; up to 16 query heads on a KV head. A formats want
- * cfg.allocation_unit = 16. Windows hide tokens here and drop none. What the config says of budgets, ladders,
- * eviction, spilling, recomputation, anchors and meters must be zero.
+ * cfg.allocation_unit = 16, KIVI and Q8 cfg.group_size = 64. Windows hide tokens here and drop none. What the
+ * config says of budgets, ladders, eviction, spilling, recomputation, anchors and meters must be zero.
  *
  * Bytes: blocks are those of the host, byte for byte, so import and export copy them; encoding is the code of
  * tieredkv.h, so a cache that grows here has the bytes that it would have there.
@@ -91,7 +95,8 @@ typedef struct tkvcu_desc {
 int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes, char *reason, size_t size);
 /* An empty cache in the caller's device memory, which must be aligned to 256 bytes and outlive it. Until
  * tkvcu_tables or an import brings better ones, A and R formats share bits equally. *out is untouched on
- * error. Waits. */
+ * error. TKVCU_ERR_UNSUPPORTED: the device is older than 8.0, or a block of threads there has less shared
+ * memory than these formats take. Waits. */
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out);
 void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The device's stays the caller's */

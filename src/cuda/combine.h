@@ -1,6 +1,7 @@
 /*
- * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread block per
- * (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart and turned back once.
+ * combine.h - the partial results of attend.h as one: output and log-sum-exp of each query head. A thread
+ * block per (entry, query, head), a thread per channel. What the R formats have rotated is summed up apart
+ * and turned back once.
  */
 #ifndef TKVCU_COMBINE_H
 #define TKVCU_COMBINE_H
@@ -130,11 +131,20 @@ typedef struct tkvcu_attend_call {
 
 #define TKVCU_MAX_BLOCKS 1024 /* of the grid: what the workspace is for */
 
+typedef void (*tkvcu_attend_function)(tkvcu_job);
+
+typedef struct tkvcu_grid { /* a launch for 8 or 16 columns */
+    tkvcu_attend_function kernel;
+    size_t shared;
+    int blocks;
+} tkvcu_grid;
+
 typedef struct tkvcu_split { /* what is the same in all calls */
     float *partial;
-    int n_seqs, processors;
-    int slot_bytes, meta_bytes,
-        groups; /* shared memory; groups of V's channels, 1, or 2 where KIVI has two */
+    int n_seqs;
+    int slot_bytes, meta_bytes; /* shared memory of a warp */
+    int groups;                 /* of V's channels: 1, or 2 where KIVI has two */
+    tkvcu_grid grid[2];         /* by n-tiles, from 1 */
 } tkvcu_split;
 
 /* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
@@ -154,21 +164,19 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
     return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
 }
 
-/* Makes room for these sides too (host memory). */
+/* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
+ * head, 4 bits a value (allocate.h), so that a captured launch is right for tables that come later. */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
     s->groups = tkvi_max(s->groups, 1);
     for (i = 0; i < n; i++) {
-        if (side[i].kind == TKVCU_EXACT) continue;
-        s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
-        if (side[i].kind != TKVCU_KIVI) continue;
-        s->groups = head_dim / 64;
+        if (side[i].kind == TKVCU_KIVI) s->groups = head_dim / 64;
+        if (side[i].kind == TKVCU_KIVI) s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
+        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 34 * head_dim);
     }
     s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
 }
-
-typedef void (*tkvcu_attend_function)(tkvcu_job);
 
 /* The kernel for this, and its shared memory. */
 static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim, int n_tiles,
@@ -192,16 +200,24 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
     return row[i].kernel;
 }
 
-static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n_seqs, int max_queries,
-                                    void *work) {
-    int device = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    (void)cfg;
-    (void)max_queries;
-    memset(s, 0, sizeof *s);
-    s->partial = (float *)work;
-    s->n_seqs = n_seqs;
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount, device);
+/* Grids for up to so many queries, when all sides were seen. `most`: shared memory of a block, and the limit
+ * of every kernel: another cache may use the same one. *fits: there is enough of it. */
+static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int max_queries, int processors,
+                                     int most, int *fits) {
+    cudaError_t e = cudaSuccess;
+    int n;
+    for (n = 1; n <= tkvcu_n_tiles(cfg, max_queries) && e == cudaSuccess && *fits; n++) {
+        tkvcu_grid *grid = &s->grid[n - 1];
+        int resident = 1;
+        grid->kernel = tkvcu_attend_of(s, cfg->head_dim, n, &grid->shared);
+        *fits = grid->shared <= (size_t)most;
+        if (!*fits) break;
+        e = cudaFuncSetAttribute(grid->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+        if (e == cudaSuccess)
+            e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, grid->kernel, TKVCU_THREADS,
+                                                              grid->shared);
+        grid->blocks = tkvi_min(TKVCU_MAX_BLOCKS, processors * tkvi_max(1, resident));
+    }
     return e;
 }
 
@@ -209,14 +225,8 @@ static cudaError_t tkvcu_split_init(tkvcu_split *s, const tkv_config *cfg, int n
 static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
                                        const tkv_config *cfg, cudaStream_t stream) {
     const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
-    size_t shared;
-    const tkvcu_attend_function f = tkvcu_attend_of(s, v->head_dim, nt, &shared);
-    int resident = 1;
+    const tkvcu_grid *grid = &s->grid[nt - 1];
     tkvcu_job j;
-    cudaError_t e = cudaFuncSetAttribute(f, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (e == cudaSuccess)
-        e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, f, TKVCU_THREADS, shared);
-    if (e != cudaSuccess) return e;
     memset(&j, 0, sizeof j);
     j.view = *v;
     j.q = c->q;
@@ -230,12 +240,13 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
     j.n_entries = s->n_seqs;
     j.n_queries = c->n_queries;
     j.window = c->window;
-    j.blocks = tkvi_min(TKVCU_MAX_BLOCKS, s->processors * tkvi_max(1, resident));
+    j.blocks = grid->blocks;
     j.scale = c->scale;
     j.softcap = c->softcap;
     j.slot_bytes = s->slot_bytes;
     j.meta_bytes = s->meta_bytes;
-    TKVCU_LAUNCH(f, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), shared, stream, j);
+    TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
+                 stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
                  dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
     return cudaGetLastError();

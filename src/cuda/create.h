@@ -401,13 +401,34 @@ static int tkvcu_clear(tkvcu *cu, cudaStream_t stream) {
     return st;
 }
 
+static int tkvcu_attribute(tkvcu *cu, cudaDeviceAttr which, int *x) {
+    int device = 0;
+    const int st = tkvcu_checked(cu, cudaGetDevice(&device));
+    return st ? st : tkvcu_checked(cu, cudaDeviceGetAttribute(x, which, device));
+}
+
+/* How kernels are launched, once the sides are known: they must fit into the shared memory of a block of
+ * threads. */
+static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
+    int most = 0, processors = 0, fits,
+        st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    if (st) return st;
+    fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
+    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
+    if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
+    return st ? st
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+}
+
 int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void *d_work, size_t work_bytes,
                  tkvcu_stream stream, tkvcu **out) {
     tkvcu_plan d;
     tkvcu_arena a = {0, 0, 0};
     tkv_config cfg;
     tkvcu *cu;
-    int st;
+    int major = 0, st;
     if (!out || !d_cache || !d_work || ((uintptr_t)d_cache | (uintptr_t)d_work) % TKVCU_ALIGN)
         return TKV_ERR_ARG;
     a.base = (uintptr_t)d_cache;
@@ -427,13 +448,12 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     cfg.parallel_for = NULL;
     st = tkv_create(&cfg, &cu->host);
     if (!st && !tkvcu_equal_tables(cu->host)) st = TKV_ERR_NOMEM;
-    if (!st)
-        st = tkvcu_checked(cu, tkvcu_split_init(&cu->split, &d.shape.cfg, d.n_seqs, d.max_queries, d_work));
-    if (!st)
-        st = tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    (int)tkvcu_desk_bytes(cfg.head_dim)));
+    if (!st) st = tkvcu_attribute(cu, cudaDevAttrComputeCapabilityMajor, &major);
+    if (!st && major < 8) st = TKVCU_ERR_UNSUPPORTED;
+    cu->split.partial = (float *)d_work;
+    cu->split.n_seqs = cu->n_seqs;
     if (!st) st = tkvcu_clear(cu, stream);
+    if (!st) st = tkvcu_ready(cu, &cu->host->tables.cfg);
     if (st) tkvcu_destroy(cu);
     else *out = cu;
     return st;

@@ -142,6 +142,38 @@ __device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uin
     }
 }
 
+/* The rotation of rotate.h, or back, of all tokens at once; head_dim is a power of two. Begins and ends with
+ * all threads together. */
+__device__ static inline void tkvcu_rotate(float *x, int dim, int back) {
+    const int me = (int)threadIdx.x, all = (int)blockDim.x, stride = dim + 1;
+    int i, h, log2n = 0;
+    while (dim >> (log2n + 1)) log2n++;
+    for (i = me; !back && i < TKVI_BLOCK * dim; i += all) {
+        const int c = i % dim;
+        float *y = x + i / dim * stride + c;
+        const float z = tkvi_clampf(*y, -1e30f, 1e30f); /* as format_r.h; bfloat16 has more */
+        *y = tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
+    }
+    for (h = 1; h < dim; h *= 2) {
+        __syncthreads();
+        for (i = me; i < TKVI_BLOCK * dim / 2; i += all) {
+            const int pair = i % (dim / 2);
+            float *y = x + i / (dim / 2) * stride + pair / h * 2 * h + pair % h;
+            const float a = y[0], b = y[h];
+            y[0] = a + b;
+            y[h] = a - b;
+        }
+    }
+    __syncthreads();
+    for (i = me; i < TKVI_BLOCK * dim; i += all) {
+        const int c = i % dim;
+        float *y = x + i / dim * stride + c;
+        const float z = *y * tkvi_hadamard_norm[log2n];
+        *y = back && tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
+    }
+    __syncthreads();
+}
+
 /* Token t of a V side. */
 __device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (*code)[TKVI_TILE_CODES],
                                             int t, float *x) {
@@ -152,7 +184,6 @@ __device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (
             tkvi_v_values(s, width, code[tile + t / 16], slab, t, d->scale, d->zero, x);
             slab += tkvi_slab_channels(s, width);
         }
-    if (s->format->rotated) tkvi_rotate_back(x, s->dim);
 }
 
 /* A side's 64 tokens to the desk's values, by all threads; exact ones: bf16 or not. */
@@ -181,6 +212,7 @@ __device__ static inline void tkvcu_decode(tkvcu_desk *d, const tkvcu_side *from
                               (size_t)stride);
     }
     __syncthreads();
+    if (from->kind == TKVCU_R) tkvcu_rotate(x, dim, 1);
 }
 
 /* >>encoding: the desk's values as side 1, each kind in the steps of its format_*.h. dst was cleared. */
@@ -239,9 +271,11 @@ __device__ static inline void tkvcu_encode_r(tkvcu_desk *d, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
     const int dim = s->dim;
     uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
+    float *x = tkvcu_values_of(d, dim);
     int t;
+    tkvcu_rotate(x, dim, 0);
     for (t = (int)threadIdx.x; t < TKVI_BLOCK; t += (int)blockDim.x) {
-        const float scale = tkvi_r_token(s, tkvcu_values_of(d, dim) + t * (dim + 1), t, code);
+        const float scale = tkvi_r_rotated(s, x + t * (dim + 1), t, code);
         dst[s->code_bytes + (size_t)t] =
             (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, code, scale), s->top);
     }

@@ -1,0 +1,319 @@
+/*
+ * gpu_bench.cu - how fast tieredkv_cuda.cu decodes: microseconds of a layer, bytes a second, their share of what the
+ * memory gives to a kernel that only reads (measured first).
+ *
+ *     nvcc -O3 -arch=native bench/gpu_bench.cu -o gpu_bench && ./gpu_bench                    make gpu-bench
+ *     ./gpu_bench --csv file       the same for a program to read; gpu_sdpa.py puts PyTorch beside it
+ *     ./gpu_bench --small          small shapes, to see that it runs
+ *
+ * 32 query heads, 8 KV heads of 128 channels, one query of each sequence. Each shape has as many layers as it takes to
+ * be 4 times as large as the L2 cache, and a graph runs through all of them: every byte comes from memory. Times are
+ * medians of 50 graphs. Lengths are read on the device, as in use. Values are random; tables are those of equal shares.
+ */
+#include "../tieredkv_cuda.cu"
+
+#include <algorithm>
+#include <stdio.h>
+#include <vector>
+
+enum { HEADS = 32, KV_HEADS = 8, DIM = 128, CHUNK = 64, RUNS = 50, MOST_LAYERS = 96 };
+
+#define MUST(call)                                                                                           \
+    do {                                                                                                     \
+        const int status_ = (int)(call);                                                                     \
+        if (status_) {                                                                                       \
+            fprintf(stderr, "%s: %d\n", #call, status_);                                                     \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+/* >>kernels */
+struct alignas(16) words {
+    uint32_t a, b, c, d;
+};
+
+enum { READERS = 256, IN_FLIGHT = 8 };
+
+__global__ void __launch_bounds__(READERS) read_kernel(const words *x, size_t n, uint32_t *never) {
+    const size_t all = (size_t)gridDim.x * READERS;
+    size_t i = (size_t)blockIdx.x * READERS + threadIdx.x;
+    uint32_t sum = 0;
+    for (; i + (IN_FLIGHT - 1) * all < n; i += IN_FLIGHT * all) {
+        words w[IN_FLIGHT];
+        int k;
+        for (k = 0; k < IN_FLIGHT; k++) w[k] = x[i + (size_t)k * all];
+        for (k = 0; k < IN_FLIGHT; k++) sum |= w[k].a ^ w[k].b ^ w[k].c ^ w[k].d;
+    }
+    if (sum == 0x12345678u) *never = sum; /* so that the loads stay */
+}
+
+/* Halves between -2 and 2. */
+__global__ void __launch_bounds__(READERS) noise_kernel(uint16_t *x, size_t n, uint32_t seed) {
+    size_t i = (size_t)blockIdx.x * READERS + threadIdx.x;
+    for (; i < n; i += (size_t)gridDim.x * READERS) {
+        uint32_t u = (uint32_t)i * 2654435761u + seed;
+        u = (u ^ u >> 15) * 2246822519u;
+        u = (u ^ u >> 13) * 3266489917u;
+        x[i] = tkvi_f32_to_f16((float)(int32_t)(u ^ u >> 16) * (1.0f / 1073741824.0f));
+    }
+}
+
+/* >>the device */
+typedef struct device {
+    int processors;
+    size_t l2, free;
+    double read; /* bytes a second */
+} device;
+
+static void *memory(size_t bytes) { /* NULL: there is not so much */
+    void *p = NULL;
+    if (cudaMalloc(&p, bytes) == cudaSuccess) return p;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+typedef struct graph {
+    cudaGraphExec_t run;
+    cudaStream_t stream;
+    cudaEvent_t from, to;
+} graph;
+
+static graph graph_begin(void) {
+    graph g;
+    MUST(cudaStreamCreate(&g.stream));
+    MUST(cudaEventCreate(&g.from));
+    MUST(cudaEventCreate(&g.to));
+    MUST(cudaStreamBeginCapture(g.stream, cudaStreamCaptureModeThreadLocal));
+    return g;
+}
+
+static void graph_end(graph *g) {
+    cudaGraph_t captured;
+    MUST(cudaStreamEndCapture(g->stream, &captured));
+    MUST(cudaGraphInstantiate(&g->run, captured, 0));
+    MUST(cudaGraphDestroy(captured));
+}
+
+static void graph_close(graph *g) {
+    MUST(cudaGraphExecDestroy(g->run));
+    MUST(cudaEventDestroy(g->from));
+    MUST(cudaEventDestroy(g->to));
+    MUST(cudaStreamDestroy(g->stream));
+}
+
+/* Microseconds of each of so many runs. */
+static std::vector<double> timed(graph *g, int runs) {
+    std::vector<double> us;
+    int i;
+    for (i = 0; i < runs; i++) {
+        float ms = 0.0f;
+        MUST(cudaEventRecord(g->from, g->stream));
+        MUST(cudaGraphLaunch(g->run, g->stream));
+        MUST(cudaEventRecord(g->to, g->stream));
+        MUST(cudaEventSynchronize(g->to));
+        MUST(cudaEventElapsedTime(&ms, g->from, g->to));
+        us.push_back((double)ms * 1e3);
+    }
+    return us;
+}
+
+static double median(std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x[x.size() / 2];
+}
+
+/* The best of 20, of 4 GB or what there is. */
+static double read_bandwidth(const device *d, int small) {
+    size_t bytes = small ? (size_t)1 << 20 : (size_t)4 << 30, n;
+    words *x;
+    graph g;
+    double best;
+    while (bytes > d->free / 2) bytes /= 2;
+    x = (words *)memory(bytes);
+    if (!x) return 0.0;
+    MUST(cudaMemset(x, 1, bytes));
+    n = bytes / sizeof *x;
+    g = graph_begin();
+    TKVCU_LAUNCH(read_kernel, dim3((unsigned)d->processors * 8), dim3(READERS), 0, g.stream, (const words *)x,
+                 n, (uint32_t *)x);
+    graph_end(&g);
+    const std::vector<double> us = timed(&g, 20);
+    best = *std::min_element(us.begin(), us.end());
+    graph_close(&g);
+    MUST(cudaFree(x));
+    return (double)bytes / best * 1e6;
+}
+
+/* >>a shape */
+typedef struct plan {
+    const char *name;
+    int hot; /* tokens; 0: 64 */
+    tkv_pair warm, archive;
+} plan;
+
+static const plan plans[] = {
+    {"fp16", TKV_ALL, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
+    {"8 bits", 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {"4 bits", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
+    {"3 bits", 0, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
+    {"2 bits", 0, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+    {"balanced", 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+    {"compact", 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+};
+enum { PLANS = sizeof plans / sizeof *plans };
+
+static tkv_config config_of(const plan *p, int batch, int context) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = 1;
+    cfg.n_heads = HEADS;
+    cfg.n_kv_heads = KV_HEADS;
+    cfg.head_dim = DIM;
+    cfg.max_seqs = batch;
+    cfg.max_tokens = context + 4 * CHUNK;
+    cfg.max_append = CHUNK;
+    cfg.allocation_unit = 16;
+    cfg.hot_tokens = p->hot;
+    cfg.warm = p->warm;
+    cfg.archive = p->archive;
+    return cfg;
+}
+
+/* Bytes that one layer's attention has to read. */
+static double bytes_of(const tkvcu *cu, int batch) {
+    const tkvcu_view *v = &cu->view[0];
+    const size_t row = (size_t)(2 * KV_HEADS * DIM) * 2;
+    tkvcu_list l;
+    MUST(cudaMemcpy(&l, v->list, sizeof l, cudaMemcpyDeviceToHost));
+    return (double)batch *
+           ((double)l.archive * v->block[TKVCU_ARCHIVE] + (double)l.warm * v->block[TKVCU_WARM] +
+            (double)row * (double)(l.len - TKVI_BLOCK * (l.archive + l.warm)));
+}
+
+typedef struct figures {
+    double bytes, attend, append, append_most; /* of a layer: bytes, microseconds */
+    int layers;
+} figures;
+
+/* 0: it does not fit. */
+static int measure(const device *d, const plan *p, int batch, int context, int runs, figures *f) {
+    tkv_config cfg = config_of(p, batch, context);
+    tkvcu_desc desc = {&cfg, 0, 0, 1};
+    const size_t values = (size_t)batch * CHUNK * KV_HEADS * DIM, row = (size_t)batch * HEADS * DIM;
+    size_t cache_bytes, work_bytes;
+    uint16_t *k, *v, *q, *out;
+    uint32_t word = 1;
+    void *cache, *work;
+    tkvcu *cu = NULL;
+    int i, at, fits;
+    graph attend, append;
+    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    cfg.n_layers = (int)(4 * d->l2 / cache_bytes) + 1;
+    cfg.n_layers = cfg.n_layers > MOST_LAYERS ? MOST_LAYERS : cfg.n_layers < 2 ? 2 : cfg.n_layers;
+    MUST(tkvcu_query(&desc, &cache_bytes, &work_bytes, NULL, 0));
+    cache = memory(cache_bytes);
+    work = memory(work_bytes);
+    k = (uint16_t *)memory(values * 2);
+    v = (uint16_t *)memory(values * 2);
+    q = (uint16_t *)memory(row * 2);
+    out = (uint16_t *)memory(row * 2);
+    fits = cache && work && k && v && q && out;
+    if (fits) {
+        MUST(tkvcu_create(&desc, cache, cache_bytes, work, work_bytes, NULL, &cu));
+        TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, q, row, 1u);
+        for (at = 0; at < context; at += CHUNK) {
+            TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, k, values,
+                         (uint32_t)at);
+            TKVCU_LAUNCH(noise_kernel, dim3(64), dim3(READERS), 0, (cudaStream_t)NULL, v, values,
+                         ~(uint32_t)at);
+            for (i = 0; i < cfg.n_layers; i++)
+                MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, CHUNK, NULL, NULL));
+        }
+        MUST(cudaDeviceSynchronize());
+        attend = graph_begin();
+        for (i = 0; i < cfg.n_layers; i++)
+            MUST(tkvcu_attend(cu, i, q, TKV_TYPE_F16, 1, NULL, out, NULL, NULL, attend.stream));
+        graph_end(&attend);
+        (void)timed(&attend, 3);
+        f->layers = cfg.n_layers;
+        f->bytes = bytes_of(cu, batch);
+        f->attend = median(timed(&attend, runs)) / cfg.n_layers;
+        append = graph_begin();
+        for (i = 0; i < cfg.n_layers; i++)
+            MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, 1, NULL, append.stream));
+        graph_end(&append);
+        (void)timed(&append, 1);
+        const std::vector<double> us = timed(&append, 2 * TKVI_BLOCK); /* two blocks move in each tier */
+        f->append = f->append_most = 0.0;
+        for (double x : us) {
+            f->append += x / cfg.n_layers / (double)us.size();
+            f->append_most = std::max(f->append_most, x / cfg.n_layers);
+        }
+        MUST(tkvcu_status(cu, &word, 0, NULL));
+        MUST(cudaDeviceSynchronize());
+        MUST(word);
+        graph_close(&attend);
+        graph_close(&append);
+        tkvcu_destroy(cu);
+    }
+    for (void *m : {cache, work, (void *)k, (void *)v, (void *)q, (void *)out})
+        if (m) MUST(cudaFree(m));
+    return fits;
+}
+
+int main(int argc, char **argv) {
+    static const int contexts[] = {8192, 32768, 131072}, batches[] = {1, 8};
+    const char *csv_name = NULL;
+    int small = 0, devices = 0, i, c, b;
+    FILE *csv = NULL;
+    device d;
+    cudaDeviceProp about;
+    for (i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--small") == 0) small = 1;
+        else if (strcmp(argv[i], "--csv") == 0 && i + 1 < argc) csv_name = argv[++i];
+        else {
+            fprintf(stderr, "%s [--csv file] [--small]\n", argv[0]);
+            return 2;
+        }
+    }
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("There is no GPU here: nothing was measured.\n");
+        return 1;
+    }
+    MUST(cudaGetDeviceProperties(&about, 0));
+    MUST(cudaMemGetInfo(&d.free, &d.l2));
+    d.processors = about.multiProcessorCount;
+    d.l2 = (size_t)about.l2CacheSize;
+    d.read = read_bandwidth(&d, small);
+    printf("%s, %d processors, L2 cache of %.0f MB; reading alone: %.2f TB/s\n", about.name, d.processors,
+           (double)d.l2 / 1e6, d.read / 1e12);
+    printf("us, MB: of a layer; append: mean of 128 tokens, the most of one\n\n");
+    printf("%-9s %5s %7s %9s %9s %6s %6s %8s %8s %8s\n", "plan", "batch", "tokens", "MB", "us", "TB/s",
+           "share", "by fp16", "append", "most");
+    if (csv_name) csv = fopen(csv_name, "w");
+    if (csv) fprintf(csv, "plan,batch,tokens,bytes,us,read,append,append_most,layers\n");
+    for (b = 0; b < 2; b++)
+        for (c = 0; c < (small ? 1 : 3); c++) {
+            const int context = small ? 256 : contexts[c], batch = batches[b];
+            double fp16 = 0.0;
+            for (i = 0; i < PLANS; i++) {
+                figures f;
+                if (!measure(&d, &plans[i], batch, context, small ? 1 : RUNS, &f)) {
+                    printf("%-9s %5d %7d   more memory than there is\n", plans[i].name, batch, context);
+                    continue;
+                }
+                if (i == 0) fp16 = f.attend;
+                printf("%-9s %5d %7d %9.2f %9.1f %6.2f %5.0f%% %7.2fx %8.1f %8.1f\n", plans[i].name, batch,
+                       context, f.bytes / 1e6, f.attend, f.bytes / f.attend / 1e6,
+                       100.0 * f.bytes / f.attend * 1e6 / d.read, fp16 / f.attend, f.append, f.append_most);
+                fflush(stdout);
+                if (csv)
+                    fprintf(csv, "%s,%d,%d,%.0f,%.3f,%.0f,%.3f,%.3f,%d\n", plans[i].name, batch, context,
+                            f.bytes, f.attend, d.read, f.append, f.append_most, f.layers);
+            }
+        }
+    if (csv && fclose(csv)) {
+        fprintf(stderr, "%s was not written\n", csv_name);
+        return 1;
+    }
+    return 0;
+}

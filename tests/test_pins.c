@@ -1,0 +1,191 @@
+/*
+ * test_pins.c - pins that end (tkv_pin_until): tokens stay as long as they are told to, through blocks that join, and go
+ * like others after that.
+ */
+#include "../tieredkv.h"
+#include "kit.h"
+
+enum { LAYERS = 2, DIM = 32, CHUNK = 128 };
+
+static tkv_rng rng;
+
+static tkv_config config(int keep) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = LAYERS;
+    cfg.n_heads = cfg.n_kv_heads = 1;
+    cfg.head_dim = DIM;
+    cfg.max_append = CHUNK;
+    cfg.warm = cfg.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.evict.kind = TKV_EVICT_SLIDING;
+    cfg.evict_tokens = keep;
+    cfg.evict.batch = 1;
+    cfg.isa = tkv_test_isa();
+    return cfg;
+}
+
+static void append(tkv_cache *kv, int n) {
+    static float x[CHUNK * DIM];
+    int l;
+    for (l = 0; l < LAYERS; l++) {
+        tkv_rng_fill(&rng, x, (size_t)(n * DIM), 1.0);
+        CHECK_EQ(tkv_append(kv, 0, l, x, x, n), TKV_OK);
+    }
+}
+
+static void append_to(tkv_cache *kv, int len) {
+    while (tkv_seq_len(kv, 0) < len) append(kv, 1);
+}
+
+static int there(const tkv_cache *kv, int layer, int position) {
+    uint64_t bit = 0;
+    CHECK_EQ(tkv_alive(kv, 0, layer, position, 1, &bit), TKV_OK);
+    return bit == 1;
+}
+
+static int how_many(const tkv_cache *kv, int layer, int from, int to) {
+    int n = 0;
+    for (; from < to; from++) n += there(kv, layer, from);
+    return n;
+}
+
+/* The append that finds the layer at that length is the first that may drop them. */
+TEST(a_pin_ends) {
+    tkv_config cfg = config(100);
+    tkv_cache *kv = make(&cfg);
+    int l;
+    append_to(kv, 90);
+    CHECK_EQ(tkv_pin_until(kv, 0, 20, 10, 400), TKV_OK);
+    append_to(kv, 400);
+    for (l = 0; l < LAYERS; l++) {
+        CHECK_EQ(how_many(kv, l, 20, 30), 10);
+        CHECK_EQ(how_many(kv, l, 4, 300), 10);
+    }
+    append_to(kv, 410);
+    for (l = 0; l < LAYERS; l++) {
+        CHECK_EQ(how_many(kv, l, 20, 30), 0);
+        CHECK_EQ(how_many(kv, l, 0, 410), 100);
+    }
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(the_longest_of_a_block_lasts) {
+    tkv_config cfg = config(1000);
+    tkv_evict_params p;
+    tkv_cache *kv = make(&cfg);
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_NONE;
+    p.keep = 50;
+    append_to(kv, 190);
+    CHECK_EQ(tkv_pin_until(kv, 0, 10, 2, 200), TKV_OK);
+    CHECK_EQ(tkv_pin_until(kv, 0, 30, 2, 300), TKV_OK); /* the same block: both until 300 */
+    CHECK_EQ(tkv_pin_until(kv, 0, 70, 2, 200), TKV_OK); /* another one */
+    append_to(kv, 210);
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 10, 32), 4);
+    CHECK_EQ(how_many(kv, 1, 70, 72), 0);
+    append_to(kv, 310);
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 4, 80), 0);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(for_good_and_no_longer) {
+    tkv_config cfg = config(100);
+    tkv_cache *kv = make(&cfg);
+    append_to(kv, 90);
+    CHECK_EQ(tkv_pin(kv, 0, 10, 4, 1), TKV_OK);
+    CHECK_EQ(tkv_pin_until(kv, 0, 70, 4, 1000), TKV_OK);
+    CHECK_EQ(tkv_pin(kv, 0, 71, 2, 0), TKV_OK);
+    append_to(kv, 700);
+    CHECK_EQ(how_many(kv, 0, 4, 500), 6);
+    CHECK(there(kv, 0, 70) && there(kv, 1, 73) && !there(kv, 0, 71));
+    append_to(kv, 1100);
+    CHECK_EQ(how_many(kv, 0, 4, 900), 4);
+    CHECK_EQ(how_many(kv, 0, 10, 14), 4);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+/* What has ended does not begin again with a new pin in its block; nothing was dropped in between. */
+TEST(ends_stay_ends) {
+    tkv_config cfg = config(1000);
+    tkv_evict_params p;
+    tkv_cache *kv = make(&cfg);
+    append_to(kv, 150);
+    CHECK_EQ(tkv_pin_until(kv, 0, 10, 2, 160), TKV_OK);
+    append_to(kv, 200);
+    CHECK_EQ(tkv_pin(kv, 0, 20, 2, 1), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_NONE;
+    p.keep = 50;
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 10, 12), 0);
+    CHECK_EQ(how_many(kv, 0, 20, 22), 2);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+/* Blocks with holes become one; each token's pin goes with it, and what had ended does not come alive. */
+TEST(blocks_join) {
+    tkv_config cfg = config(4000);
+    tkv_cache *kv = make(&cfg);
+    uint64_t victims[10];
+    tkv_evict_params p;
+    int i;
+    for (i = 0; i < 5; i++) append(kv, CHUNK);
+    CHECK_EQ(tkv_pin_until(kv, 0, 80, 2, 650), TKV_OK); /* ends before they join */
+    CHECK_EQ(tkv_pin_until(kv, 0, 140, 2, 900), TKV_OK);
+    append_to(kv, 660);
+    memset(victims, 0xff, sizeof victims);
+    for (i = 4; i < 400; i++)
+        if (i % 20 == 0 || i % 20 == 1) victims[i / 64] &= ~((uint64_t)1 << i % 64);
+    CHECK_EQ(tkv_drop(kv, 0, TKV_NONE, victims, 400), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 4, 400), 38);
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_NONE;
+    p.keep = 100;
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 4, 400), 2);
+    CHECK_EQ(how_many(kv, 1, 140, 142), 2);
+    append_to(kv, 910);
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(how_many(kv, 0, 4, 400), 0);
+    sound(kv);
+    tkv_destroy(kv);
+}
+
+TEST(wrong_arguments) {
+    tkv_config cfg = config(100);
+    tkv_cache *kv = make(&cfg);
+    append_to(kv, 90);
+    CHECK_EQ(tkv_pin_until(NULL, 0, 0, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 0), TKV_ERR_ARG);
+    CHECK_MSG(strstr(tkv_last_error(kv), "length") != NULL, "%s", tkv_last_error(kv));
+    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, -5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 0x7fffffff), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 0, -1, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 0, 5, -1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 1, 0, 1, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_pin_until(kv, 0, 10, 5, 20), TKV_OK); /* has ended: as if it had not been said */
+    append_to(kv, 300);
+    CHECK_EQ(how_many(kv, 0, 4, 100), 0);
+    memset(&cfg.evict, 0, sizeof cfg.evict);
+    tkv_destroy(kv);
+    kv = make(&cfg);
+    CHECK_EQ(tkv_pin_until(kv, 0, 0, 1, 10), TKV_ERR_STATE);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    rng = tkv_rng_seed(1);
+    RUN(a_pin_ends);
+    RUN(the_longest_of_a_block_lasts);
+    RUN(for_good_and_no_longer);
+    RUN(ends_stay_ends);
+    RUN(blocks_join);
+    RUN(wrong_arguments);
+    return tkv_test_end();
+}
