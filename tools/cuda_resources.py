@@ -91,7 +91,6 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d, %d, %d)) uni
     me.warp = threadIdx.x / 32;
     me.g = me.lane / 4;
     me.t = me.lane %% 4;
-    me.magic = b.magic;
     me.ring = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024);
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
@@ -143,7 +142,7 @@ def loops(code, arch):
     return found
 
 
-def count(code, arch, slabs, k_bytes, v_bytes):
+def count(code, arch, slabs, no_bits, k_bytes, v_bytes):
     """Instructions of a unit, by name."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
@@ -152,11 +151,13 @@ def count(code, arch, slabs, k_bytes, v_bytes):
     weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
     inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
     copies = [l for l in inner if has(l, LDGSTS) and not has(l, HMMA)]
-    runs = [l for l in inner if has(l, HMMA)]
+    zeros = [l for l in inner if 0 < has(l, HMMA) < 4] # slabs that have no bits; KIVI: all
+    runs = [l for l in inner if has(l, HMMA) >= 4]
     if len(copies) != 2 or len(runs) > len(slabs):
         raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
     times = dict(zip(copies, ((k_bytes + 2047) // 2048, (v_bytes + 2047) // 2048)))
     times.update(zip(runs, slabs))
+    times.update((l, no_bits) for l in zeros)
     for loop, n in times.items():
         for i in range(loop[0], loop[1] + 1):
             weight[i] *= n
@@ -233,7 +234,8 @@ class Lab:
         slabs = [x for x in sides[0][9:3:-1] if x] or [8]
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         k_bytes, v_bytes = sides[0][11 + 1], sides[1][11 + 1]
-        return count(code, arch, slabs, k_bytes, v_bytes), k_bytes + v_bytes
+        no_bits = 8 if sides[0][0] == 1 else sides[0][3]
+        return count(code, arch, slabs, no_bits, k_bytes, v_bytes), k_bytes + v_bytes
 
 
 def main():

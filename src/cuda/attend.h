@@ -178,7 +178,11 @@ template <int D, int NT> struct tkvcu_block {
     tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
     float mean[8 * NT];                /* q times the static means */
     uint32_t mantissa[16];
-    uint32_t magic;           /* TKVCU_MAGIC */
+    uint16_t k_log[256]; /* A: scales as halves, by their byte */
+    float v_log[256];    /* R: the same */
+    tkvcu_words
+        fine[D / 4]; /* A: what makes an offset's byte its share in units of the scale, by tile: halves */
+    uint32_t magic;  /* TKVCU_MAGIC */
     int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2];       /* of the run */
 };
@@ -196,7 +200,6 @@ template <int D, int NT, int VG> struct tkvcu_sums {
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    uint32_t magic; /* TKVCU_MAGIC, in a register: unpack.h */
     uint8_t *ring;
     tkvcu_scales *meta;
     float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
@@ -258,10 +261,11 @@ TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s, int slab) {
     return w;
 }
 
-/* Scales and zeros of each tile, as halves. A: format_a.h without the static mean. */
-template <int D>
-TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_scales *meta, int lane,
-                               const uint32_t *mantissa) {
+/* Scales and zeros of each tile, as halves; zeros of A are in units of the scale, exact, and without the static mean
+ * (format_a.h). Where an A tile has no bits the zero is the block's mean and there is no scale. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, const tkvcu_block<D, NT> &b,
+                               tkvcu_scales *meta, int lane) {
     const uint8_t *m = slot + s.code_bytes;
     int i;
     for (i = lane; i < D / 4; i += 32) {
@@ -276,56 +280,50 @@ TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, tkvcu_s
         } else {
             const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
             const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
-            const int width = tkvcu_width_of(s, i / 4);
-            if (width == 0) { /* the block's mean as a half, low bytes and high bytes apart */
+            const tkvcu_words fine = b.fine[i];
+            if (fine.x == 0) { /* a half, low bytes and high bytes apart */
                 x.scale.x = x.scale.y = 0;
                 x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
                 x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
             } else {
-                const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
-                float scale[4], zero[4];
-                int r;
-                TKVCU_UNROLL
-                for (r = 0; r < 4; r++) {
-                    const int offset = (int)(int8_t)(uint8_t)(offsets >> 8 * r & 255u);
-                    scale[r] = tkvcu_log_value(logs >> 8 * r & 255u, s.top, mantissa);
-                    zero[r] = scale[r] * ((float)offset * unit - middle);
-                }
-                x.scale.x = tkvcu_halves(scale[0], scale[2]);
-                x.scale.y = tkvcu_halves(scale[1], scale[3]);
-                x.zero.x = tkvcu_halves(zero[0], zero[2]);
-                x.zero.y = tkvcu_halves(zero[1], zero[3]);
+                const uint32_t up = offsets ^ 0x80808080u; /* 1024 + 128 + offset */
+                x.scale.x = (uint32_t)b.k_log[logs & 255u] | (uint32_t)b.k_log[logs >> 16 & 255u] << 16;
+                x.scale.y = (uint32_t)b.k_log[logs >> 8 & 255u] | (uint32_t)b.k_log[logs >> 24] << 16;
+                x.zero.x = tkvcu_hfma2(tkvcu_prmt(up, 0x64646464u, 0x4240), fine.x, fine.y);
+                x.zero.y = tkvcu_hfma2(tkvcu_prmt(up, 0x64646464u, 0x4341), fine.x, fine.y);
             }
         }
         meta[i] = x;
     }
 }
 
-/* n slabs, all of width W: S += codes (q scale). */
-template <int W, int NT>
+/* n slabs, all of width W: S += codes (q scale). A: a zero is in units of the scale, so one product has both the zero
+ * (rows 0 .. 7) and what takes the 1024 off (rows 8 .. 15); KIVI: zeros are in S already. */
+template <int W, int NT, int A>
 TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
                               const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t,
                               uint32_t magic) {
-    const uint32_t minus[4] = {0xe400e400u, 0xe400e400u, 0xe400e400u, 0xe400e400u}; /* -1024 */
-    float run[4][NT][4], bias[NT][4];
+    const uint32_t minus = 0xe400e400u; /* -1024 */
+    float run[4][NT][4], both[NT][4];
     int i, k, nt;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) {
-        bias[nt][i] = 0.0f;
+        both[nt][i] = 0.0f;
         run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
     }
     TKVCU_ROLL
     for (k = 0; k < n; k++) {
-        const tkvcu_words m = meta[4 * k + t].scale;
+        const tkvcu_scales m = meta[4 * k + t];
+        const uint32_t off[4] = {A ? m.zero.x : 0, minus, A ? m.zero.y : 0, minus};
         uint32_t scaled[NT][2], a[4];
         tkvcu_tile<W> tile;
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            scaled[nt][0] = tkvcu_hmul2(x.x, m.x);
-            scaled[nt][1] = tkvcu_hmul2(x.y, m.y);
-            tkvcu_mma_f16(bias[nt], minus, scaled[nt]);
+            scaled[nt][0] = tkvcu_hmul2(x.x, m.scale.x);
+            scaled[nt][1] = tkvcu_hmul2(x.y, m.scale.y);
+            tkvcu_mma_f16(both[nt], off, scaled[nt]);
         }
         tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
                        slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
@@ -344,35 +342,41 @@ TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvc
     TKVCU_UNROLL
     for (k = 0; k < 4; k++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) s[k][nt][i] += (run[k][nt][i] + bias[nt][i]) * tkvcu_unfactor<W>(k);
-}
-
-/* Bytes of a tile beside its 1-bit half, by width. */
-TKVCU_DEVICE uint32_t tkvcu_wide_bytes(int width) {
-    return width == 8 ? 256u : width == 6 ? 192u : width >= 4 ? 128u : width >= 2 ? 64u : 0u;
-}
-
-/* S = zeros q and static means q, all slabs: the same for all tokens. */
-template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_begin(float s[4][NT][4], const tkvcu_words *q, const tkvcu_scales *meta,
-                                const float *mean, int g, int t) {
-    int p, k, nt, i;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        TKVCU_UNROLL
-        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    for (i = 0; i < 4; i++) {
+        const float rest = fmaf(both[nt][2 + i % 2], tkvcu_unfactor<W>(k), both[nt][i % 2]);
+        s[k][nt][i] += fmaf(run[k][nt][i], tkvcu_unfactor<W>(k), rest);
     }
-    TKVCU_UNROLL
-    for (k = 0; k < D / 16; k++) {
+}
+
+/* S += halves q, slabs first .. first+n-1, one half for all tokens. */
+template <int NT>
+TKVCU_DEVICE void tkvcu_k_zeros(float sum[NT][4], const tkvcu_words *q, const tkvcu_scales *meta, int first,
+                                int last, int g, int t) {
+    int k, nt;
+    TKVCU_ROLL
+    for (k = first; k < last; k++) {
         const tkvcu_words m = meta[4 * k + t].zero;
         const uint32_t z[4] = {m.x, m.x, m.y, m.y};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
             const uint32_t plain[2] = {x.x, x.y};
-            tkvcu_mma_f16(s[0][nt], z, plain);
+            tkvcu_mma_f16(sum[nt], z, plain);
         }
     }
+}
+
+/* What is the same for all tokens: static means and q, zeros or means and q. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_begin(const tkvcu_side &side, float s[4][NT][4], const tkvcu_words *q,
+                                const tkvcu_scales *meta, const float *mean, int g, int t) {
+    int p, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        TKVCU_UNROLL
+        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
+    }
+    tkvcu_k_zeros<NT>(s[0], q, meta, side.kind == TKVCU_KIVI ? 0 : D / 16 - side.slabs[0], D / 16, g, t);
     TKVCU_UNROLL
     for (p = 1; p < 4; p++) {
         TKVCU_UNROLL
@@ -392,11 +396,18 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const
     at.wide = 0;
     at.half = 0;
     at.halves = side.code_bytes - 128u * (uint32_t)(side.slabs[1] + side.slabs[3] + side.slabs[5]);
-    if (side.half_bits == 16) tkvcu_k_run<8, NT>(s, slot, at, q, meta, D / 16, g, t, magic);
+    if (side.kind == TKVCU_KIVI) {
+        at.halves = D / 4 * 64; /* of 3 bits */
+        if (side.half_bits == 4) tkvcu_k_run<2, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
+        else if (side.half_bits == 6) tkvcu_k_run<3, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
+        else if (side.half_bits == 8) tkvcu_k_run<4, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
+        else tkvcu_k_run<8, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
+        return;
+    }
 #define TKVCU_WIDTH_(W)                                                                                      \
     if (side.slabs[W]) {                                                                                     \
         const int n = side.slabs[W];                                                                         \
-        tkvcu_k_run<W, NT>(s, slot, at, q, meta, n, g, t, magic);                                            \
+        tkvcu_k_run<W, NT, 1>(s, slot, at, q, meta, n, g, t, magic);                                         \
         at.wide += (uint32_t)n * 256u * (uint32_t)tkvcu_field<W>::vectors;                                   \
         at.half += tkvcu_field<W>::half * 4 * n;                                                             \
         q += n * NT * 32;                                                                                    \
@@ -472,7 +483,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT,
  * whatever the values are. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
-                               int lane, const uint32_t *mantissa) {
+                               int lane, const float *v_log) {
     const uint8_t *m = slot + s.code_bytes;
     const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
     const int plane = lane % 16 / 4; /* of all tokens of this lane */
@@ -492,7 +503,7 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
             x[i] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 2 * at));
             out[64 * VG + at] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 128 * VG + 2 * at));
         } else {
-            x[i] = tkvcu_log_value(m[at], s.top, mantissa);
+            x[i] = v_log[m[at]];
         }
         most = fmaxf(most, x[i]);
     }
@@ -699,10 +710,10 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
                                 tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
                                 int position) {
     const tkvcu_side &side = TKVCU_SIDE(b, 0);
-    tkvcu_k_meta<D>(side, slot, me.meta, me.lane, b.mantissa);
+    tkvcu_k_meta<D, NT>(side, slot, b, me.meta, me.lane);
     __syncwarp();
-    tkvcu_k_begin<D, NT>(s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
-    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t, me.magic);
+    tkvcu_k_begin<D, NT>(side, s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t, b.magic);
     tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
 }
 
@@ -714,7 +725,7 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int width = side.half_bits / 2;
     uint32_t w[4][NT][2];
     int i, p, nt;
-    tkvcu_v_meta(u, side, slot, me.weights_meta, me.lane, b.mantissa);
+    tkvcu_v_meta(u, side, slot, me.weights_meta, me.lane, b.v_log);
     __syncwarp();
     if (side.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
@@ -734,11 +745,11 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     if (side.half_bits == 3) {
         tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
     } else if (VG == 1 || groups == 1) {
-        tkvcu_v_width<D, 0, D / 16, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, me.g, me.t, me.magic);
+        tkvcu_v_width<D, 0, D / 16, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, me.g, me.t, b.magic);
     } else {
-        tkvcu_v_width<D, 0, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
+        tkvcu_v_width<D, 0, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, b.magic);
         tkvcu_turn<NT>(s, me.weights_meta + 64, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, D / 16 / VG, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, me.magic);
+        tkvcu_v_width<D, D / 16 / VG, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, b.magic);
     }
 }
 
@@ -891,6 +902,17 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             b.q[slab][nt][lane].y = tkvcu_halves(x[1], x[3]);
         }
     }
+    for (i = tid; i < 256; i += TKVCU_THREADS) {
+        if (side.kind == TKVCU_A)
+            b.k_log[i] = (uint16_t)tkvcu_halves(tkvcu_log_value((uint32_t)i, side.top, b.mantissa), 0.0f);
+        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_log_value((uint32_t)i, b.side[1].top, b.mantissa);
+    }
+    for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS) {
+        const int width = tkvcu_width_of(side, i / 4);
+        const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
+        b.fine[i].x = width ? tkvcu_f16x2(unit, unit) : 0;
+        b.fine[i].y = tkvcu_f16x2(-1152.0f * unit - middle, -1152.0f * unit - middle);
+    }
     for (i = tid / 32; i < 8 * NT; i += TKVCU_WARPS) { /* a warp a column */
         float sum = 0.0f;
         if (order && k.column + i < k.columns) {
@@ -953,7 +975,7 @@ TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, c
 
 /* The task's run; its sides are in b. */
 template <int D, int NT, int VG, int EXACT>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, tkvcu_lane me,
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
@@ -966,6 +988,9 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
         const int unit = k.first + nth;
         const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
         float s[4][NT][4];
+        me.lane = tkvcu_anew(me.lane); /* addresses are made anew: registers are for sums */
+        me.g = me.lane / 4;
+        me.t = me.lane % 4;
         if (EXACT) {
             tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
             slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
@@ -1004,7 +1029,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     float *mine = (float *)(void *)me.ring;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
-    const int exact = k.part == 2, group = b.side[1].kind == TKVCU_KIVI ? 64 : D;
+    const int exact = k.part == 2;
     const float unit = exact ? 1.0f : tkvcu_from_bits((uint32_t)(127 + u.top) << 23);
     int nt, i, c, w;
     TKVCU_UNROLL
@@ -1023,10 +1048,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
         }
         TKVCU_UNROLL
         for (c = 0; c < D / 16; c++) {
-            float zero = 0.0f;
-            TKVCU_UNROLL
-            for (w = 0; w < VG; w++) /* an index that is known: these are registers */
-                if (VG == 1 || w == 16 * c / group) zero = u.zero[w][nt][i];
+            const float zero = u.zero[16 * c * VG / D][nt][i]; /* 0 where there are no zero points */
             const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
             column[at] = u.o[c][nt][i] * unit + zero;
             column[at + (exact ? 8 : 1)] = u.o[c][nt][2 + i] * unit + zero;
@@ -1157,7 +1179,6 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     if (tid == 0) b.magic = TKVCU_MAGIC;
     __syncthreads();
-    me.magic = b.magic;
     if (tid == 0) {
         const int total = ends[j.n_entries - 1];
         b.task.entry = 0;

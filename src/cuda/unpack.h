@@ -84,7 +84,7 @@ template <int W>
 TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8_t *half, int upper, int g) {
     typedef tkvcu_field<W> f;
     int v, i;
-    if (W == 3) { /* bits 1..3 and 5..7 of each byte: planes 0 and 2, then 1 and 3 */
+    if constexpr (W == 3) { /* bits 1..3 and 5..7 of each byte: planes 0 and 2, then 1 and 3 */
         const tkvcu_words w = tkvcu_two(wide, g), h = tkvcu_two(half, g);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
@@ -98,30 +98,30 @@ TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &t, const uint8_t *wide, const uint8
             t.odd[0][i] = x >> 8;
             t.odd[1][i] = y >> 8;
         }
-        return;
-    }
-    TKVCU_UNROLL
-    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
-        t.even[v][0] = w.x << f::up;
-        t.even[v][1] = w.y << f::up;
-        t.odd[v][0] = w.x >> (8 - f::up);
-        t.odd[v][1] = w.y >> (8 - f::up);
-    }
-    if (f::half == 1) { /* bit p of it comes to bit p + up + the fields' own width */
-        const int to = (int)f::up + (int)f::wide;
-        const tkvcu_words w = tkvcu_two(half, g);
-        /* to - upper may be negative: via the left, one shift more, for the even bytes */
-        t.even_extra[0] = (w.x << to) >> upper;
-        t.even_extra[1] = (w.y << to) >> upper;
-        t.odd_extra[0] = w.x >> (8 - to + upper);
-        t.odd_extra[1] = w.y >> (8 - to + upper);
-    } else if (W == 6) {
-        const tkvcu_words w = tkvcu_two(wide + 128, g);
-        t.even_extra[0] = w.x;
-        t.even_extra[1] = w.y;
-        t.odd_extra[0] = w.x >> 8;
-        t.odd_extra[1] = w.y >> 8;
+    } else {
+        TKVCU_UNROLL
+        for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
+            const tkvcu_words w = tkvcu_two(wide + 64 * v, g);
+            t.even[v][0] = w.x << f::up;
+            t.even[v][1] = w.y << f::up;
+            t.odd[v][0] = w.x >> (8 - f::up);
+            t.odd[v][1] = w.y >> (8 - f::up);
+        }
+        if (f::half == 1) { /* bit p of it comes to bit p + up + the fields' own width */
+            const int to = (int)f::up + (int)f::wide;
+            const tkvcu_words w = tkvcu_two(half, g);
+            /* to - upper may be negative: via the left, one shift more, for the even bytes */
+            t.even_extra[0] = (w.x << to) >> upper;
+            t.even_extra[1] = (w.y << to) >> upper;
+            t.odd_extra[0] = w.x >> (8 - to + upper);
+            t.odd_extra[1] = w.y >> (8 - to + upper);
+        } else if (W == 6) {
+            const tkvcu_words w = tkvcu_two(wide + 128, g);
+            t.even_extra[0] = w.x;
+            t.even_extra[1] = w.y;
+            t.odd_extra[0] = w.x >> 8;
+            t.odd_extra[1] = w.y >> 8;
+        }
     }
 }
 

@@ -100,6 +100,12 @@ TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
     return x;
 }
 
+TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     uint32_t x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
@@ -119,8 +125,15 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
+/* x, which the compiler takes for something new: what is computed from it is not kept in registers round a loop. */
+TKVCU_DEVICE int tkvcu_anew(int x) {
+    asm volatile("mov.b32 %0, %0;" : "+r"(x));
+    return x;
+}
+
 #else
 #define TKVCU_DEVICE static inline
+#define tkvcu_anew(x) (x)
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
