@@ -1147,13 +1147,9 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
- * tools/cuda_resources.py). */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
-#else
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use; shared memory
+ * has room for 3 with head_dim 128 (tools/cuda_resources.py). */
 #define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
-#endif
 
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {
