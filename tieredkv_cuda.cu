@@ -333,15 +333,8 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
-/* x, which the compiler takes for something new: what is computed from it is not kept in registers round a loop. */
-TKVCU_DEVICE int tkvcu_anew(int x) {
-    asm volatile("mov.b32 %0, %0;" : "+r"(x));
-    return x;
-}
-
 #else
 #define TKVCU_DEVICE static inline
-#define tkvcu_anew(x) (x)
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
@@ -2099,7 +2092,7 @@ TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, c
 
 /* The task's run; its sides are in b. */
 template <int D, int NT, int VG, int EXACT>
-TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, tkvcu_lane me,
+TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
@@ -2112,9 +2105,6 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, tkv
         const int unit = k.first + nth;
         const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
         float s[4][NT][4];
-        me.lane = tkvcu_anew(me.lane); /* addresses are made anew: registers are for sums */
-        me.g = me.lane / 4;
-        me.t = me.lane % 4;
         if (EXACT) {
             tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
             slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
@@ -2274,13 +2264,9 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use (measured:
- * tools/cuda_resources.py). */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : (VG) == 1 ? 4 : 3)
-#else
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use; shared memory
+ * has room for 3 with head_dim 128 (tools/cuda_resources.py). */
 #define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
-#endif
 
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {

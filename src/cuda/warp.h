@@ -125,15 +125,8 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
-/* x, which the compiler takes for something new: what is computed from it is not kept in registers round a loop. */
-TKVCU_DEVICE int tkvcu_anew(int x) {
-    asm volatile("mov.b32 %0, %0;" : "+r"(x));
-    return x;
-}
-
 #else
 #define TKVCU_DEVICE static inline
-#define tkvcu_anew(x) (x)
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
