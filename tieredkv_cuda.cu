@@ -109,9 +109,10 @@ void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The de
  * TKV_ERR_STATE: blocks here may be coded with another table of that number. */
 int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
 /* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
- * (too long, or more blocks wait in a tier than there is room for); TKV_ERR_STATE (an open step; other
- * tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that are outside RAM, that a flush made
- * short). O(bytes). */
+ * (too long, or more blocks wait in a tier than there is room for: a prompt of less than 512 tokens in A and R
+ * formats has no table yet; tkv_calibration_freeze makes it, tkv_begin and tkv_commit move the blocks);
+ * TKV_ERR_STATE (an open step; other tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that
+ * are outside RAM, that a flush made short). O(bytes). */
 int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
 /* The inverse: kv's host_seq, which must be empty, becomes a copy of seq; a layer of kv without a table gets
  * those of seq and learns no more. TKV_ERR_STATE (not empty; other tables), TKV_ERR_NOMEM, TKV_ERR_CAPACITY.
@@ -3217,9 +3218,11 @@ static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int 
     const int32_t *ring = cu->view[layer].ring;
     if (list->len > cu->max_tokens) return "it is too long";
     if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
-    if (list->warm > ring[TKVCU_WARM]) return "too many blocks wait in the warm tier: append to it first";
+    if (list->warm > ring[TKVCU_WARM])
+        return "more blocks are warm than there is room for: tkv_begin and tkv_commit move them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
-        return "too many blocks wait in the hot tier: append to it first";
+        return "more blocks are hot than there is room for: tkv_begin and tkv_commit move them, after "
+               "tkv_calibration_freeze where they wait for a table";
     return NULL;
 }
 

@@ -813,6 +813,28 @@ TEST(wrong_arguments) {
 }
 
 /* What a host's cache can hold and the device cannot. */
+TEST(short_prompts) { /* no table yet: what to do is said, and does */
+    tkv_config cfg = config_of("balanced", 64);
+    rig r;
+    if (rig_open(&r, &cfg)) {
+        std::vector<float> x((size_t)(64 * 2 * 64));
+        int n, layer;
+        for (n = 0; n < 384; n += 64)
+            for (layer = 0; layer < cfg.n_layers; layer++) {
+                tokens(&r, x.data(), x.data(), 64);
+                CHECK_EQ(tkv_append(r.kv, 0, layer, x.data(), x.data(), 64), TKV_OK);
+            }
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_ERR_CAPACITY);
+        CHECK(strstr(tkvcu_last_error(r.cu), "tkv_calibration_freeze") != NULL);
+        CHECK_EQ(tkv_calibration_freeze(r.kv), TKV_OK);
+        CHECK_EQ(tkv_begin(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkv_commit(r.kv, 0), TKV_OK);
+        CHECK_EQ(tkvcu_import(r.cu, 0, r.kv, 0, NULL), TKV_OK);
+        same(&r, 0, 0, 384);
+    }
+    rig_close(&r);
+}
+
 TEST(import_refuses) {
     tkv_config cfg = config_of("balanced", 64), wide;
     std::vector<float> x((size_t)(512 * 2 * 64));
@@ -932,6 +954,7 @@ int main(int argc, char **argv) {
     RUN(graphs);
     RUN(configs);
     RUN(wrong_arguments);
+    RUN(short_prompts);
     RUN(import_refuses);
     RUN(tables);
     RUN(texts);

@@ -107,9 +107,10 @@ void tkvcu_destroy(tkvcu *cu); /* the handle's host memory; NULL is fine. The de
  * TKV_ERR_STATE: blocks here may be coded with another table of that number. */
 int tkvcu_tables(tkvcu *cu, const tkv_cache *kv, tkvcu_stream stream);
 /* Sequence seq becomes a copy of kv's host_seq, tables included. Refused, nothing changed: TKV_ERR_CAPACITY
- * (too long, or more blocks wait in a tier than there is room for); TKV_ERR_STATE (an open step; other
- * tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that are outside RAM, that a flush made
- * short). O(bytes). */
+ * (too long, or more blocks wait in a tier than there is room for: a prompt of less than 512 tokens in A and R
+ * formats has no table yet; tkv_calibration_freeze makes it, tkv_begin and tkv_commit move the blocks);
+ * TKV_ERR_STATE (an open step; other tables); TKVCU_ERR_UNSUPPORTED (holes, blocks that windows dropped, that
+ * are outside RAM, that a flush made short). O(bytes). */
 int tkvcu_import(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, tkvcu_stream stream);
 /* The inverse: kv's host_seq, which must be empty, becomes a copy of seq; a layer of kv without a table gets
  * those of seq and learns no more. TKV_ERR_STATE (not empty; other tables), TKV_ERR_NOMEM, TKV_ERR_CAPACITY.
