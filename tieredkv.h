@@ -269,7 +269,9 @@ extern "C" {
 #define TKV_NONE (-1)        /* in a length: this tier is off */
 #define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
 
-/* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing. */
+/* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing, but for
+ * one case under a budget with cfg.evict or cfg.spill: when an allocator or a store fails after tokens went or were
+ * compressed to make room, that stays (see there). */
 /* (An allocation that failed may leave the index, or memory for the tables of formats, larger than before.) */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
@@ -805,12 +807,12 @@ TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s);
 /* >>reports. */
 typedef struct tkv_tier_info {
     int tokens
-        [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, `dropped` and `evicted` make the length */
+        [TKV_TIER_COUNT]; /* per tier; sinks are HOT. Their sum, dropped, evicted and missing are the length */
     int blocks[TKV_TIER_COUNT];
     int dropped; /* left every window, gone */
     int spilled; /* blocks outside RAM; they count in their tier as well */
     int evicted; /* dropped by cfg.evict, tkv_evict, tkv_drop */
-    int missing; /* to be recomputed (tkv_remat_missing); in no tier, and part of that sum */
+    int missing; /* to be recomputed (tkv_remat_missing); in no tier */
 } tkv_tier_info;
 /* Both O(blocks); TKV_ERR_ARG for a layer without a cache, TKV_ERR_RANGE for a token that is not held,
  * TKV_ERR_NO_SOURCE for one to be recomputed. */
@@ -976,7 +978,7 @@ TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tok
 
 /* >>spill and promotion. With cfg.spill.store a full budget is not the end: when the last level that is allowed
  * leaves nothing to tighten, the oldest blocks go to the store, as many as it takes, and only their entries in
- * the index stay in RAM (40 bytes or so a block and layer, 424 more with cfg.evict or cfg.importance_every, and
+ * the index stay in RAM (40 bytes or so a block and layer, 432 more with cfg.evict or cfg.importance_every, and
  * with cfg.evict some 850 for each block of the longest list). They keep format and place: attention and
  * tkv_read fetch what they need of them, a head at a time, and give the same bits as if they were in RAM. The
  * sinks, the last two blocks of a layer, and what is younger than hot_tokens stay (with a ladder that never
@@ -1185,7 +1187,7 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
                                       int *count);
 
 /* The same within a cache, which gathers the attention itself while tkv_attend runs, if cfg.importance_every or
- * cfg.evict asks for it; 424 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
+ * cfg.evict asks for it; 432 bytes for it per block of 64 tokens of a layer count with the index. What is gathered:
  *     h2o; strategies hybrid, accumulation     weights, summed over queries and KV heads
  *     strategy heavy_hitter                    the largest weight that any KV head of any query gave
  *     scissorhands; strategy persistence       how often it was less than importance.low (0: 1 / keys in reach)
@@ -1350,24 +1352,30 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
  * batch, and queries placed anew by the caller. For such texts scale the RoPE of the model. Bytes come back when a
  * block of 64 is empty or when neighbours fit into one: coded blocks are decoded and coded again for that, which
  * costs a little more of their quality (KVQUANT's keys before RoPE cannot move: only blocks that are empty go). What
- * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 424 bytes for 64 tokens of a
+ * is gone is gone: truncating does not bring it back, tkv_read says TKV_ERR_RANGE. 432 bytes for 64 tokens of a
  * layer know of it. */
 typedef struct tkv_evict_params { /* zero means default */
     int seq;
-    int layer;                     /* TKV_NONE: all of them */
-    const tkv_evict_config *evict; /* NULL: cfg.evict */
-    int keep; /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
+    int layer; /* TKV_NONE: all of them */
+    const tkv_evict_config
+        *evict; /* NULL: cfg.evict; another must go by what the cache gathers, or by scores */
+    int keep;   /* tokens of a layer that stay, on average for "pyramidkv"; 0: cfg.evict_tokens */
     /* NULL, or by position, as many as the longest of these layers is long (tkv_layer_len): */
     const uint64_t *pinned;
     const signed char *priority;
     const float *scores; /* in the place of what the cache knows; high ones stay */
 } tkv_evict_params;
 /* Now: at the end of a prompt, say (SnapKV). TKV_ERR_STATE: a step is open, or there is no cfg.evict;
- * TKV_ERR_NONFINITE: a score is no number. An error changes nothing. O(tokens), and coding of blocks that join. */
+ * TKV_ERR_CONFIG: `evict` has a field out of range, or goes by attention that cfg.evict and cfg.importance do not
+ * gather; TKV_ERR_NONFINITE: a score is no number; TKV_ERR_BUDGET: kind "none", and some would have to go;
+ * TKV_ERR_ARG. An error changes nothing. O(tokens), "knorm" and "keydiff" as said there, and coding of blocks that
+ * join. */
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Drops the tokens of these bits (by position, n of them) but for pinned ones. layer TKV_NONE: of all layers. */
+/* Drops the tokens of these bits (by position, n of them) but for pinned ones. layer TKV_NONE: of all layers.
+ * TKV_ERR_STATE as above, TKV_ERR_ARG. */
 TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n);
-/* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer. */
+/* Tokens start .. start+n-1 that are there stay whatever the budget says, in all layers; pinned 0: no longer.
+ * TKV_ERR_STATE as above, TKV_ERR_ARG. */
 TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned);
 /* The same for a while: until the layer is `length` tokens long (for 500 more tokens that is tkv_layer_len + 500).
  * Of such pins those in one block of 64 tokens last as long as the longest, also when blocks join later. TKV_ERR_ARG:
@@ -14907,7 +14915,7 @@ typedef struct tkvi_block {
     uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
-/* What is kept of a block's tokens where some may be dropped. */
+/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
@@ -14931,7 +14939,7 @@ typedef struct tkvi_pool {
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
-    tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
+    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
     uint32_t n_absent;                        /* ... and of these, those that nobody has */
@@ -16928,6 +16936,14 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
  * are not decoded for each batch, and are those of the keys that came. */
 static int tkvi_keeps_norms(const tkv_cache *kv) {
     return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
+}
+
+/* Is what a policy needs of attention what this cache gathers? */
+static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
+    const int attention =
+        TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
+    const int need = tkv_evict_needs(kind) & attention;
+    return !need || (kv->mass.mode && kv->mass.mode->need == need);
 }
 
 /* >>notes. len: of the list */
@@ -19996,6 +20012,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
     if (!tkvi_evict_fill(cfg, &full))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
+                         NULL);
     for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
         for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
              layer++) {
@@ -20577,6 +20597,7 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
             at = end;
         }
         if (at == start) break;
+        kv->error[0] = 0; /* what stands there then is of this call */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
             st = TKV_ERR_STATE;

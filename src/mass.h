@@ -18,6 +18,14 @@ static int tkvi_keeps_norms(const tkv_cache *kv) {
     return kv->tables.cfg.evict.kind == TKV_EVICT_KNORM && !kv->mass.mode;
 }
 
+/* Is what a policy needs of attention what this cache gathers? */
+static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
+    const int attention =
+        TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST | TKV_EVICT_NEEDS_LOWS;
+    const int need = tkv_evict_needs(kind) & attention;
+    return !need || (kv->mass.mode && kv->mass.mode->need == need);
+}
+
 /* >>notes. len: of the list */
 static void tkvi_mass_fade(uint32_t *mass, double by) {
     int t;

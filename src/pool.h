@@ -41,7 +41,7 @@ typedef struct tkvi_block {
     uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
-/* What is kept of a block's tokens where some may be dropped. */
+/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
 typedef struct tkvi_notes {
     uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
     uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
@@ -65,7 +65,7 @@ typedef struct tkvi_pool {
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
-    tkvi_notes *notes;                        /* of each block, behind them; NULL: no token is ever dropped */
+    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
     uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
     uint32_t n_absent;                        /* ... and of these, those that nobody has */

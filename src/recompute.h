@@ -333,6 +333,7 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
             at = end;
         }
         if (at == start) break;
+        kv->error[0] = 0; /* what stands there then is of this call */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
             st = TKV_ERR_STATE;

@@ -465,7 +465,7 @@ TEST(rows_by_map) {
         const result x = attend(&r, &(const options &)plain, 5);
         for (i = 0; i < 2 * x.row; i++) CHECK_MSG(i >= x.row || x.out[i] != UNWRITTEN, "%zu", i);
         for (i = x.row; i < 2 * x.row; i++) CHECK_EQ(x.out[i], 0.0f); /* empty: zeros */
-        for (i = 0; i < 6; i++) CHECK_EQ(x.lse[6 + i], -INFINITY);
+        for (i = 0; i < 6; i++) CHECK(x.lse[6 + i] == -INFINITY);
     }
     {
         std::vector<float> q(5 * 2 * 6 * 64, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 2 * 6, UNWRITTEN);

@@ -286,6 +286,53 @@ TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by n
     end_of(&t);
 }
 
+/* Who goes by attention: four tokens, far back, get nearly all of it from the last 40 queries. */
+TEST(what_is_attended_to_stays) {
+    static const tkv_evict_kind kinds[] = {TKV_EVICT_H2O,       TKV_EVICT_TOVA,         TKV_EVICT_SNAPKV,
+                                           TKV_EVICT_PYRAMIDKV, TKV_EVICT_SCISSORHANDS, TKV_EVICT_SLIDING};
+    static const int heavy[4] = {30, 77, 140, 201};
+    size_t n;
+    for (n = 0; n < sizeof kinds / sizeof *kinds; n++) {
+        tkv_config cfg = small();
+        tkv_evict_config other;
+        tkv_evict_params p;
+        tkv_cache *kv;
+        int i, c, alive = 0;
+        cfg.evict.kind = kinds[n];
+        cfg.importance_every = 1;
+        cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* nothing but what the policy wants */
+        kv = make(&cfg);
+        rng = tkv_rng_seed(5);
+        tkv_rng_fill(&rng, k_in, 250 * ROW, .1);
+        tkv_rng_fill(&rng, v_in, 250 * ROW, 1.0);
+        for (i = 0; i < 4; i++)
+            for (c = 0; c < ROW; c++) k_in[heavy[i] * ROW + c] = c % 2 ? 3.0f : -3.0f;
+        for (c = 0; c < HEADS * DIM; c++) q_in[c] = c % 2 ? 1.0f : -1.0f;
+        CHECK_EQ(tkv_append(kv, 0, 1, k_in, v_in, 250), TKV_OK);
+        for (i = 0; i < 40; i++) {
+            CHECK_EQ(tkv_append(kv, 0, 1, k_in + ROW, v_in + ROW, 1), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, 0, 1, q_in, 1, mine), TKV_OK);
+        }
+        memset(&p, 0, sizeof p);
+        p.layer = 1;
+        p.keep = 80;
+        memset(&other, 0, sizeof other); /* what is not gathered is not gone by */
+        p.evict = &other;
+        other.kind = kinds[n] == TKV_EVICT_H2O ? TKV_EVICT_TOVA : TKV_EVICT_H2O;
+        CHECK_EQ(tkv_evict(kv, &p), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_layer_len(kv, 0, 1), 290);
+        p.evict = NULL;
+        CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+        for (i = 0; i < 290; i++) alive += is_there(kv, 0, 1, i);
+        if (kinds[n] != TKV_EVICT_PYRAMIDKV) CHECK_EQ(alive, 80);
+        for (i = 0; i < 4; i++)
+            CHECK_MSG(is_there(kv, 0, 1, heavy[i]) == (kinds[n] != TKV_EVICT_SLIDING), "%s: token %d",
+                      tkv_evict_name(kinds[n]), heavy[i]);
+        sound(kv);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(scores_pins_priorities) {
     tkv_config cfg = small();
     tkv_evict_params p;
@@ -885,6 +932,7 @@ int main(int argc, char **argv) {
     RUN(batches);
     RUN(rules_of_keys);
     RUN(norms_are_those_of_the_keys_that_came);
+    RUN(what_is_attended_to_stays);
     RUN(scores_pins_priorities);
     RUN(scores_of_the_cache_are_importance);
     RUN(a_scorer_of_the_users);

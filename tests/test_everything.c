@@ -671,6 +671,7 @@ static tkv_status does_evict(int seq, int layer) {
             mad ? ", mad" : "");
     st = tkv_evict(kv, &p);
     if (st == TKV_ERR_NONFINITE) CHECK(mad);
+    if (st == TKV_ERR_CONFIG) CHECK(p.evict && !p.scores && tkv_evict_needs(other.kind)); /* not gathered */
     if (!cfg.evict.kind || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
     for (l = 0; l < LAYERS && !st; l++)
         for (i = 0; i < told[seq][l].len; i++)
@@ -910,7 +911,7 @@ static const struct {
     {"maintain", 15, 0, does_idle_work, 0},
     {"calibration", 15, 0, does_calibration, BYTES | OR(STATE)},
     {"attend", 120, 0, does_attend, OR(IO) | OR(DATA) | OR(NO_SOURCE) | OR(RANGE)},
-    {"evict", 25, EVICTION, does_evict, OR(STATE) | OR(NONFINITE)},
+    {"evict", 25, EVICTION, does_evict, OR(STATE) | OR(CONFIG) | OR(NONFINITE)},
     {"drop", 25, EVICTION, does_drop, OR(STATE)},
     {"pin", 20, EVICTION, does_pin, OR(STATE)},
     {"importance", 30, 0, does_importance, OR(CONFIG) | OR(NONFINITE)},
