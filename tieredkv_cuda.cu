@@ -2730,10 +2730,15 @@ static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of 
 /* The view of a layer with blocks of its own, its pieces taken from the arena. */
 static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
+    tkvi_plan whole = *p;
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    tkvi_most_blocks(cfg, p, most);
+    whole.keep = 0; /* windows drop nothing here */
+    tkvi_most_blocks(cfg, &whole, most);
+    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
+     * with another table it lies elsewhere in its place. So those that come never take the places of those that go. */
+    most[TKV_WARM] += most[TKV_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->n_heads;
     v->n_kv_heads = cfg->n_kv_heads;
@@ -2989,10 +2994,14 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     int most = 0, processors = 0, fits,
         st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    cudaFuncAttributes there;
     if (st) return st;
     fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
     if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
+    /* Code comes to the device when a kernel is first asked for: not within a capture. */
+    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
+    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
               : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));
@@ -3218,7 +3227,7 @@ static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int 
     const int32_t *ring = cu->view[layer].ring;
     if (list->len > cu->max_tokens) return "it is too long";
     if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
-    if (list->warm > ring[TKVCU_WARM])
+    if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
         return "more blocks are warm than there is room for: tkv_begin and tkv_commit move them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
         return "more blocks are hot than there is room for: tkv_begin and tkv_commit move them, after "
@@ -3505,6 +3514,7 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.type = type;
     c.n_queries = n_queries;
     c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
+    c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
     c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c.softcap = p->softcap;
     return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));

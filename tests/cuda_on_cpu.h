@@ -531,6 +531,13 @@ static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, i
                                                       : cpu_shared_most;
     return cudaSuccess;
 }
+typedef struct cudaFuncAttributes {
+    int numRegs;
+} cudaFuncAttributes;
+template <class F> static cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F) {
+    a->numRegs = 0;
+    return cudaSuccess;
+}
 template <class F> static cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int) { return cudaSuccess; }
 template <class F> static cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
     *n = 1;

@@ -71,6 +71,7 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.type = type;
     c.n_queries = n_queries;
     c.window = p->window == TKV_NONE ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
+    c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
     c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c.softcap = p->softcap;
     return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));

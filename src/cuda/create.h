@@ -154,10 +154,15 @@ static size_t tkvcu_positions(const tkv_config *cfg) { /* of order and mean, of 
 /* The view of a layer with blocks of its own, its pieces taken from the arena. */
 static void tkvcu_lay(const tkvcu_plan *d, int layer, const tkvi_plan *p, tkvcu_arena *a, tkvcu_view *v) {
     const tkv_config *cfg = &d->shape.cfg;
+    tkvi_plan whole = *p;
     int64_t most[TKV_TIER_COUNT];
     int r;
     memset(v, 0, sizeof *v);
-    tkvi_most_blocks(cfg, p, most);
+    whole.keep = 0; /* windows drop nothing here */
+    tkvi_most_blocks(cfg, &whole, most);
+    /* While one head's block enters the ring another head's, in another block of threads, may not have left yet; and
+     * with another table it lies elsewhere in its place. So those that come never take the places of those that go. */
+    most[TKV_WARM] += most[TKV_HOT];
     v->n_seqs = d->n_seqs;
     v->n_heads = cfg->n_heads;
     v->n_kv_heads = cfg->n_kv_heads;
@@ -413,10 +418,14 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     int most = 0, processors = 0, fits,
         st = tkvcu_attribute(cu, cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
+    cudaFuncAttributes there;
     if (st) return st;
     fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
     if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
+    /* Code comes to the device when a kernel is first asked for: not within a capture. */
+    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
+    if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
               : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));

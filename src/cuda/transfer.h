@@ -173,7 +173,7 @@ static const char *tkvcu_list_large(const tkvcu *cu, const tkvi_list *list, int 
     const int32_t *ring = cu->view[layer].ring;
     if (list->len > cu->max_tokens) return "it is too long";
     if (list->archive > ring[TKVCU_ARCHIVE]) return "its archive is too long: it was flushed";
-    if (list->warm > ring[TKVCU_WARM])
+    if (list->warm > ring[TKVCU_WARM] - ring[TKVCU_HOT])
         return "more blocks are warm than there is room for: tkv_begin and tkv_commit move them";
     if (list->n - list->sinks - list->archive - list->warm > ring[TKVCU_HOT])
         return "more blocks are hot than there is room for: tkv_begin and tkv_commit move them, after "
