@@ -145,8 +145,8 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
  * more than there are: it stays). 0 empties it; else the cut must fall into the hot tier: bit INEXACT, and it
  * stays. */
 int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream);
-/* Copies the lengths of a layer's sequences, n_seqs of them, to `lengths`: memory of the device, or pinned memory of the
- * host (a copy to other memory of the host may wait). */
+/* Copies the lengths of a layer's sequences, n_seqs of them, to `lengths`: memory of the device, or pinned
+ * memory of the host (a copy to other memory of the host may wait). */
 int tkvcu_lengths(const tkvcu *cu, int layer, int32_t *lengths, tkvcu_stream stream);
 /* Copies the word of TKVCU_WORD_ bits to `word`, memory as above; clear = 1: then sets it to 0. */
 int tkvcu_status(tkvcu *cu, uint32_t *word, int clear, tkvcu_stream stream);
