@@ -137,6 +137,7 @@ class Reports(unittest.TestCase):
         self.assertEqual(one("tkv_memory_held_bytes"), state["memory"]["total"])
         tokens = {s.labels["tier"]: s.value for s in families["tkv_tokens"].samples}
         tokens["spilled"] = one("tkv_tokens_spilled")  # of those of the tiers
+        tokens["missing"] = one("tkv_tokens_missing")  # in no tier
         self.assertEqual(tokens, state["tokens"])
         del tokens["spilled"]
         self.assertEqual(sum(tokens.values()), 1400)
