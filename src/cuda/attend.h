@@ -124,25 +124,12 @@ TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
         ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
 }
 
-TKVCU_DEVICE float tkvcu_from_bits(uint32_t u) {
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
-}
-
-/* 2^(k / 16) as logscale.h rounds it, k 0 .. 15, as bits of a float. */
-TKVCU_DEVICE uint32_t tkvcu_log_mantissa(int k) {
-    const float m = (float)(int)(exp2f((float)(16 * 10 + k) * 0.0625f) + 0.5f) * 0.0009765625f;
-    uint32_t u;
-    memcpy(&u, &m, 4);
-    return u;
-}
-
-/* logscale.h; mantissa: 16 of these (shared memory). */
+/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in another
+ * place (and no register is spent on the address of the header's table). */
 TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
-    return tkvcu_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
+    return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
 /* Nothing becomes infinite. */
@@ -466,7 +453,7 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT
 /* >>V */
 /* The sums in other units, larger ones. */
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
-    const float by = tkvcu_from_bits((uint32_t)tkvi_max(0, 127 + u.top - top) << 23);
+    const float by = tkvi_from_bits((uint32_t)tkvi_max(0, 127 + u.top - top) << 23);
     int k, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -507,14 +494,14 @@ TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, co
         }
         most = fmaxf(most, x[i]);
     }
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvcu_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvi_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
         uint32_t bits;
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
         memcpy(&bits, &most, 4);
         tkvcu_retop(u, (int)(bits >> 23) - 127);
     }
-    by = tkvcu_from_bits((uint32_t)(127 - up - u.top) << 23);
+    by = tkvi_from_bits((uint32_t)(127 - up - u.top) << 23);
     TKVCU_UNROLL
     for (i = 0; i < 2 * VG; i++)
         if (i < n) out[lane + 32 * i] = x[i] * by;
@@ -1027,7 +1014,7 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
     const int exact = k.part == 2;
-    const float unit = exact ? 1.0f : tkvcu_from_bits((uint32_t)(127 + u.top) << 23);
+    const float unit = exact ? 1.0f : tkvi_from_bits((uint32_t)(127 + u.top) << 23);
     int nt, i, c, w;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
@@ -1168,7 +1155,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
     me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
     me.weights_meta = (float *)(void *)me.meta;
     me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
-    if (tid < 16) b.mantissa[tid] = tkvcu_log_mantissa(tid);
+    if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     if (tid == 0) b.magic = TKVCU_MAGIC;
     __syncthreads();
