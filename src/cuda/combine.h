@@ -35,8 +35,11 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
     const int head = (int)blockIdx.x % j.view.n_heads, query = (int)blockIdx.x / j.view.n_heads % j.n_queries;
     const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
-    const int column = query * group + head % group, chunk = column / columns;
+    const int column = query * group + head % group;
     const size_t row = (size_t)entry * (size_t)j.n_queries + (size_t)query;
+    const size_t column_floats = (size_t)(dim + 2), slot_floats = (size_t)(chunks * columns) * column_floats;
+    const float *mine_at =
+        j.partial + (size_t)column * column_floats; /* in slot 0: chunks follow one another */
     tkvcu_reach reach;
     int first[TKVCU_PARTS], last[TKVCU_PARTS];
     float sum[2], l = 0.0f, top = TKVCU_START, sink = TKVCU_NOTHING;
@@ -65,6 +68,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         return;
     }
     unit = before[0] + head / group * tkvcu_units_of(reach);
+    mine_at += (size_t)((entry * heads + head / group) * TKVCU_PARTS) * slot_floats;
     for (part = 0; part < TKVCU_PARTS; part++) { /* blocks of the grid that worked at it */
         first[part] = 1;
         last[part] = 0;
@@ -75,10 +79,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     }
     for (part = 0; part < TKVCU_PARTS; part++)
         for (c = first[part]; c <= last[part]; c++) {
-            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
-            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
-                                          (size_t)(column % columns)) *
-                                             (size_t)(dim + 2);
+            const float *p = mine_at + (size_t)(c + part) * slot_floats;
             top = fmaxf(top, p[0]);
         }
     if (j.sinks) {
@@ -92,10 +93,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
             part < 2 &&
             j.view.side[((size_t)part * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
         for (c = first[part]; c <= last[part]; c++) {
-            const int slot = c + (entry * heads + head / group) * TKVCU_PARTS + part;
-            const float *p = j.partial + (((size_t)slot * (size_t)chunks + (size_t)chunk) * (size_t)columns +
-                                          (size_t)(column % columns)) *
-                                             (size_t)(dim + 2);
+            const float *p = mine_at + (size_t)(c + part) * slot_floats;
             const float by = tkvcu_ex2(p[0] - top);
             l += p[1] * by;
             if (tid < dim) sum[rotated] += p[2 + tid] * by;
