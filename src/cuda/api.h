@@ -136,7 +136,7 @@ typedef struct tkvcu_attend_params { /* zero means default */
  * d_q, d_out: [row][n_queries][n_heads][head_dim], packed; d_lse: NULL or [row][n_queries][n_heads] floats,
  * natural logarithm, learned sinks included. params NULL: all defaults. A row that sees no key gives zeros
  * and -inf; rows that are skipped are not written. The same bits in every run on one device. Sets bit
- * SEQUENCE. Cost: the bytes of the sequence once for each 16 columns (queries times heads of a group). */
+ * SEQUENCE. Cost: the bytes of the sequence once for each 8 columns (queries times heads of a group). */
 int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
                  const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
                  tkvcu_stream stream);
