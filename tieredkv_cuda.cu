@@ -183,11 +183,11 @@ typedef struct tkvcu_side { /* one head's side in one coding: all that a kernel 
     uint8_t kind, bf16;     /* TKVCU_EXACT: 1: bfloat16 */
     uint8_t half_bits;      /* KIVI: 2 * width; R: 2, 3 (pairs), 4, 6, 8 */
     uint8_t group;          /* KIVI: values per scale, 32 or 64 */
-    uint8_t slabs[7];       /* K: slabs of 16 channels (4 tiles) with so many bits, to 6; stored widest first */
-    int16_t top;            /* window of the logarithmic scales */
-    uint32_t at, bytes;     /* from the start of the block; whole */
-    uint32_t code_bytes;    /* then metadata, as in format_*.h */
-    int32_t table;          /* A: first element of order and mean below; -1: channels as they come, means 0 */
+    uint8_t slabs[7];    /* K: slabs of 16 channels (4 tiles) with so many bits, to 6; stored widest first */
+    int16_t top;         /* window of the logarithmic scales */
+    uint32_t at, bytes;  /* from the start of the block; whole */
+    uint32_t code_bytes; /* then metadata, as in format_*.h */
+    int32_t table;       /* A: first element of order and mean below; -1: channels as they come, means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {
@@ -948,32 +948,44 @@ template <int W> struct tkvcu_tile {
     uint32_t word[n][2];
 };
 
-/* Slab k of a run of slabs whose tiles stand STRIDE bytes apart, this part of them W bits. at: the lane's
- * words in slab 0 (vector of its tile, 8 g); place: of that. An odd k is the next one after `k`, so that
- * only even ones are turned alike. upper (W = 1, two tiles in a vector): 4 for the vector's upper half. */
-template <int W, int STRIDE, int ODD>
-TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &x, const uint8_t *slot, uint32_t at, uint32_t place, int k,
-                              int upper) {
-    const uint32_t slab = (uint32_t)((k + ODD) * 4 * STRIDE);
+/* A lane's way through slabs, two at a time. Tiles stand STRIDE bytes apart, their part of W bits begins `at` bytes
+ * from the codes' start; W = 1: two tiles to a vector, so STRIDE is 32. */
+template <int W, int STRIDE> struct tkvcu_path { uint32_t vector[2][tkvcu_tile<W>::n]; };
+
+template <int W, int STRIDE>
+TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, uint32_t at, int g, int t) {
+    int v;
+    at += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
+        x.vector[0][v] = tkvcu_place(at + (uint32_t)(64 * v));
+        if (STRIDE % 128 == 0)
+            x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* its lines are turned as those */
+        else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
+        else x.vector[1][v] = tkvcu_place(at + (uint32_t)(4 * STRIDE + 64 * v));
+    }
+}
+
+/* Slab s of the two. */
+template <int W, int STRIDE>
+TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const uint8_t *codes, const tkvcu_path<W, STRIDE> &from,
+                                  int s, int upper) {
     int v;
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const uint32_t turn =
-            STRIDE == 64 ? ODD * 0x40u : (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
-        const int aligned = STRIDE % 64 == 0 && STRIDE != 192; /* lines of a slab turn as those of slab 0 */
-        const tkvcu_words w =
-            tkvcu_two(slot, aligned ? (place ^ turn) + slab : tkvcu_place(at + slab + (uint32_t)(64 * v)));
+        const tkvcu_words w = tkvcu_two(codes, from.vector[s][v]);
         x.word[v][0] = W == 1 ? w.x >> upper : w.x;
         x.word[v][1] = W == 1 ? w.y >> upper : w.y;
     }
 }
 
-/* The same of the one-bit part of V, from a line on whose number is a multiple of 4: a slab has a line of
- * its own. at: the lane's words in it. */
-TKVCU_DEVICE void tkvcu_fetch_line(tkvcu_tile<1> &x, const uint8_t *slot, uint32_t at, int k, int t) {
-    const tkvcu_words w = tkvcu_two(slot, (at ^ (uint32_t)(k % 4) * 0x20u) + (uint32_t)(128 * k));
-    x.word[0][0] = w.x >> t % 2 * 4;
-    x.word[0][1] = w.y >> t % 2 * 4;
+template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_path_next(tkvcu_path<W, STRIDE> &x) {
+    int s, v;
+    TKVCU_UNROLL
+    for (s = 0; s < 2; s++) TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
+        x.vector[s][v] =
+            (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE; /* 256: another line's turn */
 }
 
 /* >>K: the field's lowest bit, and codes times 2^bit. */
@@ -1021,6 +1033,33 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
         int p;
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) plane[p] = x.codes.word[p][i];
+    }
+}
+
+/* Words of slab k of V. codes: where they begin; `tops`: bytes from there to the vectors of the 1-bit part,
+ * a multiple of 512. */
+template <int W>
+TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const uint8_t *codes, int tops, int k, int g, int t) {
+    enum { stride = 32 * (int)tkvcu_v_tile<W>::wide };
+    const uint32_t place =
+        tkvcu_place((uint32_t)(t * stride + 8 * g)); /* of slab 0, and what it differs by: */
+    const uint32_t turn = stride == 64 && k % 2 ? 64u : 0;
+    const uint32_t line =
+        (uint32_t)(t / 2 * 64 + 8 * g) ^ (uint32_t)(k % 4) * 32u; /* slab k's, of the 1-bit part */
+    int v;
+    if (W != 1) {
+        TKVCU_UNROLL
+        for (v = 0; v < (int)tkvcu_tile<(int)tkvcu_v_tile<W>::wide>::n; v++) {
+            const uint32_t vector = turn ^ (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
+            const tkvcu_words w = tkvcu_two(codes, (place ^ vector) + (uint32_t)(k * 4 * stride));
+            x.codes.word[v][0] = w.x;
+            x.codes.word[v][1] = w.y;
+        }
+    }
+    if (W == 1 || W == 3) {
+        const tkvcu_words w = tkvcu_two(codes, line + (uint32_t)(tops + 128 * k));
+        x.tops.word[0][0] = w.x >> t % 2 * 4;
+        x.tops.word[0][1] = w.y >> t % 2 * 4;
     }
 }
 
@@ -1076,7 +1115,7 @@ TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
  *
  * In a block of threads, per warp:
  *
- *     global --cp.async--> ring of slots (K side, V side, K side, ...)
+ *     global --cp.async--> two slots, for a K side and a V side
  *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
  *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
  *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second operand's
@@ -1092,7 +1131,7 @@ TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
 
 #define TKVCU_WARPS 4 /* of a block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 2        /* sides in flight or in use, per warp */
+#define TKVCU_SLOTS 2        /* of a warp: for a K side, for a V side */
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
@@ -1117,7 +1156,7 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     float *partial;                                 /* the workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes; /* of a slot of a warp's ring */
+    int slot_bytes; /* of a slot of a warp's shared memory */
 } tkvcu_job;
 
 /* >>where the units are */
@@ -1208,12 +1247,12 @@ struct alignas(8) tkvcu_pair {
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
-    int at, left;           /* unit in the part, and units of it that are still to do */
-    int region, first, n;   /* the run: blocks, or 16 exact rows */
-    const uint8_t *from[2]; /* the head's sides in the region's place 0; then bytes of a coded one */
-    uint32_t bytes[2];
+    int at, left;               /* unit in the part, and units of it that are still to do */
+    int region, first, n;       /* the run: blocks, or 16 exact rows */
+    int place;                  /* of its first unit in the region, in units */
+    const uint8_t *from[2];     /* the head's sides there; of exact rows: in the region's place 0 */
+    int codes[2], meta[2];      /* bytes of a coded one */
     uint32_t block;             /* bytes from place to place */
-    int place, places;          /* of the first unit, in units; after the last one comes the first */
     int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
     int unit, end;              /* of all units */
 };
@@ -1247,16 +1286,16 @@ template <int D, int NT, int VG> struct tkvcu_sums {
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    uint8_t *ring;
-    uint8_t *work; /* K: scales [D], queries' bytes; V: scales and zeros [groups][64] each, weights */
+    uint8_t *slots,
+        *work; /* work: of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
 };
 
 /* Bytes of that for each warp. */
 #define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
 #define TKVCU_WORK(D, NT, groups)                                                                            \
-    (4 * (D) + 8 * (D) * (NT) > 512 * (groups) + 4 * TKVCU_WEIGHTS_ROW * (NT)                                \
+    (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
-         : 512 * (groups) + 4 * TKVCU_WEIGHTS_ROW * (NT))
+         : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
 
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
     int nt, i, c;
@@ -1272,17 +1311,34 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
     }
 }
 
-/* >>loading */
-TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    int left = (int)bytes - 16 * lane, k;
-    slot += tkvcu_place(16u * (uint32_t)lane);
+/* >>loading. A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about
+ * (tkvcu_place). */
+#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+
+template <int D>
+TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, int codes, int meta, int lane) {
     from += 16 * lane;
+    if (16 * lane < meta) tkvcu_cp_async16(slot + 16 * lane, from + codes);
+    slot += TKVCU_META(D) + tkvcu_place(16u * (uint32_t)lane);
     TKVCU_ROLL
-    for (; left > 0; left -= 2048, slot += 2048, from += 2048) {
-        TKVCU_UNROLL
-        for (k = 0; k < 2048; k += 512)
-            if (left > k) tkvcu_cp_async16(slot + k, from + k);
+    for (; codes >= 2048; codes -= 2048, slot += 2048, from += 2048) {
+        tkvcu_cp_async16(slot, from);
+        tkvcu_cp_async16(slot + 512, from + 512);
+        tkvcu_cp_async16(slot + 1024, from + 1024);
+        tkvcu_cp_async16(slot + 1536, from + 1536);
     }
+    if (codes & 1024) {
+        tkvcu_cp_async16(slot, from);
+        tkvcu_cp_async16(slot + 512, from + 512);
+        slot += 1024;
+        from += 1024;
+    }
+    if (codes & 512) {
+        tkvcu_cp_async16(slot, from);
+        slot += 512;
+        from += 512;
+    }
+    if (16 * lane < (codes & 511)) tkvcu_cp_async16(slot, from);
 }
 
 /* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
@@ -1323,15 +1379,15 @@ TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, cons
     int i;
     if (lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
-            const tkvcu_words w = tkvcu_two(slot, tkvcu_place(s.code_bytes + 8u * (uint32_t)lane));
+            const tkvcu_words w = tkvcu_two(slot, 8u * (uint32_t)lane);
             x.x[0] = tkvcu_f16_lo(w.x);
             x.x[1] = tkvcu_f16_lo(w.x >> 16);
             x.x[2] = tkvcu_f16_lo(w.y);
             x.x[3] = tkvcu_f16_lo(w.y >> 16);
         } else if (lane < D / 4 - 4 * s.slabs[0]) {
-            const uint32_t logs = tkvcu_one(slot, tkvcu_place(s.code_bytes + 4u * (uint32_t)lane));
+            const uint32_t logs = tkvcu_one(slot, 4u * (uint32_t)lane);
             TKVCU_UNROLL
-            for (i = 0; i < 4; i++) x.x[i] = b.k_log[logs >> 8 * i & 255u];
+            for (i = 0; i < 4; i++) x.x[i] = b.k_log[tkvcu_prmt(logs, 0, 0x4440u + (uint32_t)i)];
         }
         TKVCU_UNROLL
         for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.most[lane].x[i]);
@@ -1371,8 +1427,8 @@ TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *s
     TKVCU_UNROLL
     for (i = 0; i < D * NT / 64; i++) {
         const int at = lane + 32 * i, pair = at / 4 % (D / 8);
-        const tkvcu_words even = tkvcu_q_bytes(b.q[0][at], scale[2 * pair]);
-        const tkvcu_words odd = tkvcu_q_bytes(b.q[1][at], scale[2 * pair + 1]);
+        const tkvcu_four first = scale[2 * pair], second = scale[2 * pair + 1];
+        const tkvcu_words even = tkvcu_q_bytes(b.q[0][at], first), odd = tkvcu_q_bytes(b.q[1][at], second);
         tkvcu_quad x;
         x.x = even.x;
         x.y = odd.x;
@@ -1387,49 +1443,62 @@ template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, i
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane. q: the lane's
- * words of the first slab. */
-template <int D, int W, int STRIDE, int NT>
-TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], const uint8_t *slot, uint32_t at, const uint32_t *q,
-                               int n, int g, int t) {
-    const int upper = W == 1 ? t % 2 * 4 : 0;
-    uint32_t place;
-    int k, i, nt;
-    at += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
-    place = tkvcu_place(at);
-#define TKVCU_PLANE_(P)                                                                                      \
+/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
+ * += what their 1-bit parts give. q: the lane's words of the first slab. */
+template <int D, int W, int STRIDE, int TOPS, int NT>
+TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], const uint8_t *codes,
+                               uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+    const int upper = t % 2 * 4;
+    tkvcu_path<W, STRIDE> path;
+    tkvcu_path<1, 32> top_path;
+    int i, nt;
+    tkvcu_path_start(path, at, g, t);
+    if (TOPS) tkvcu_path_start(top_path, tops_at, g, t);
+#define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
     {                                                                                                        \
         uint32_t a[4];                                                                                       \
         TKVCU_UNROLL                                                                                         \
         for (i = 0; i < 2; i++) {                                                                            \
-            a[i] = tkvcu_field<W, P>(x, i);                                                                  \
-            a[2 + i] = two ? tkvcu_field<W, P>(y, i) : 0;                                                    \
+            a[i] = tkvcu_field<W_, P>(X, i);                                                                 \
+            a[2 + i] = two ? tkvcu_field<W_, P>(Y, i) : 0;                                                   \
         }                                                                                                    \
         TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(sum[P][nt], a, b[nt]);                                      \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
     }
 #define TKVCU_SLABS_                                                                                         \
     {                                                                                                        \
         tkvcu_tile<W> x, y;                                                                                  \
+        tkvcu_tile<1> v, w;                                                                                  \
         uint32_t b[NT][2];                                                                                   \
-        tkvcu_fetch<W, STRIDE, 0>(x, slot, at, place, k, upper);                                             \
-        if (two) tkvcu_fetch<W, STRIDE, 1>(y, slot, at, place, k, upper);                                    \
+        tkvcu_path_take(x, codes, path, 0, upper);                                                           \
+        if (two) tkvcu_path_take(y, codes, path, 1, upper);                                                  \
+        if (TOPS) tkvcu_path_take(v, codes, top_path, 0, upper);                                             \
+        if (TOPS && two) tkvcu_path_take(w, codes, top_path, 1, upper);                                      \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) {                                                                        \
-            b[nt][0] = tkvcu_q_word<D>(q, nt, k);                                                            \
-            b[nt][1] = two ? tkvcu_q_word<D>(q, nt, k + 1) : 0;                                              \
+            b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
+            b[nt][1] = two ? tkvcu_q_word<D>(q, nt, 1) : 0;                                                  \
         }                                                                                                    \
-        TKVCU_PLANE_(0)                                                                                      \
-        TKVCU_PLANE_(1)                                                                                      \
-        TKVCU_PLANE_(2)                                                                                      \
-        TKVCU_PLANE_(3)                                                                                      \
+        TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 2)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 3)                                                                        \
+        if (TOPS) {                                                                                          \
+            TKVCU_PLANE_(tops, 1, v, w, 0)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 1)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 2)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
+        }                                                                                                    \
     }
     TKVCU_ROLL
-    for (k = 0; k + 1 < n; k += 2) {
+    for (; n > 1; n -= 2) {
         enum { two = 1 };
         TKVCU_SLABS_
+        tkvcu_path_next(path);
+        if (TOPS) tkvcu_path_next(top_path);
+        q += 2 * 32;
     }
-    if (k < n) {
+    if (n) {
         enum { two = 0 };
         TKVCU_SLABS_
     }
@@ -1445,88 +1514,99 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-template <int NT> TKVCU_DEVICE void tkvcu_times(int32_t sum[4][NT][4], int by) {
-    int p, nt, i;
-    TKVCU_UNROLL
-    for (p = 0; p < 4; p++) TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) sum[p][nt][i] *= by;
-}
-
-/* s += a part's sums, high and low bytes together. */
-template <int W, int NT> TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4]) {
+/* s += weight times a part's sums, high and low bytes together. */
+template <int W, int NT>
+TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++)
         s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
-                           1.0f / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
+                           weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h). */
+/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
+ * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a field at its place 240 (255 of Q8), and there are 128
+ * channels. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], const uint8_t *slot,
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], const uint8_t *codes,
                                 const uint32_t *q, int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
-    const uint32_t narrow = (uint32_t)(768 * n6 + 512 * (n5 + n4));
-    int32_t sum[4][NT][4];
-    if (n1 + n3 + n5) { /* 1, 4, 16 */
-        uint32_t at = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
-        tkvcu_clear<NT>(sum);
-        if (n5) {
-            tkvcu_k_part<D, 1, 32, NT>(sum, slot, at, q + 32 * n6, n5, g, t);
-            tkvcu_times<NT>(sum, 4);
-            at += (uint32_t)(128 * n5);
-        }
-        if (n3) tkvcu_k_part<D, 1, 32, NT>(sum, slot, at, q + 32 * (n6 + n5 + n4), n3, g, t);
-        tkvcu_times<NT>(sum, n5 + n3 ? 4 : 1);
-        at += (uint32_t)(128 * n3);
-        if (n1) tkvcu_k_part<D, 1, 32, NT>(sum, slot, at, q + 32 * (n6 + n5 + n4 + n3 + n2), n1, g, t);
-        tkvcu_k_add<1, NT>(s, sum);
-    }
-    if (n2 + n3 + n6) {
+    const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
+                   at3 = at4 + (uint32_t)(512 * n4);
+    const uint32_t tops5 = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
+    const uint32_t tops3 = tops5 + (uint32_t)(128 * n5), tops1 = tops3 + (uint32_t)(128 * n3);
+    const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
+    int32_t sum[4][NT][4], tops[4][NT][4];
+    if (n6 + n5 + n4) {
         tkvcu_clear<NT>(sum);
         if (n6) {
-            tkvcu_k_part<D, 2, 192, NT>(sum, slot, 128, q, n6, g, t);
-            tkvcu_times<NT>(sum, 16);
+            tkvcu_clear<NT>(tops);
+            tkvcu_k_part<D, 4, 192, 0, NT>(sum, tops, codes, 0, 0, q, n6, g, t);
+            tkvcu_k_part<D, 2, 192, 0, NT>(tops, tops, codes, 128, 0, q, n6, g, t);
+            tkvcu_k_add<2, NT>(s, tops, 16.0f);
         }
-        if (n3 + n2) tkvcu_k_part<D, 2, 64, NT>(sum, slot, narrow, q + 32 * (n6 + n5 + n4), n3 + n2, g, t);
-        tkvcu_k_add<2, NT>(s, sum);
+        if (n5) {
+            tkvcu_clear<NT>(tops);
+            tkvcu_k_part<D, 4, 128, 1, NT>(sum, tops, codes, at5, tops5, q + 32 * n6, n5, g, t);
+            tkvcu_k_add<1, NT>(s, tops, 16.0f);
+        }
+        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, tops, codes, at4, 0, q3 - 32 * n4, n4, g, t);
+        tkvcu_k_add<4, NT>(s, sum, 1.0f);
     }
-    if (n4 + n5 + n6) {
+    if (n3 + n2) {
         tkvcu_clear<NT>(sum);
-        if (n6) tkvcu_k_part<D, 4, 192, NT>(sum, slot, 0, q, n6, g, t);
-        if (n5 + n4) tkvcu_k_part<D, 4, 128, NT>(sum, slot, (uint32_t)(768 * n6), q + 32 * n6, n5 + n4, g, t);
-        tkvcu_k_add<4, NT>(s, sum);
+        if (n3) {
+            tkvcu_clear<NT>(tops);
+            tkvcu_k_part<D, 2, 64, 1, NT>(sum, tops, codes, at3, tops3, q3, n3, g, t);
+            tkvcu_k_add<1, NT>(s, tops, 4.0f);
+        }
+        if (n2)
+            tkvcu_k_part<D, 2, 64, 0, NT>(sum, tops, codes, at3 + (uint32_t)(256 * n3), 0, q3 + 32 * n3, n2,
+                                          g, t);
+        tkvcu_k_add<2, NT>(s, sum, 1.0f);
+    }
+    if (n1) {
+        tkvcu_clear<NT>(sum);
+        tkvcu_k_part<D, 1, 32, 0, NT>(sum, tops, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
+        tkvcu_k_add<1, NT>(s, sum, 1.0f);
     }
     if (side.half_bits == 16) { /* Q8 */
         tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 8, 256, NT>(sum, slot, 0, q, D / 16, g, t);
-        tkvcu_k_add<8, NT>(s, sum);
+        tkvcu_k_part<D, 8, 256, 0, NT>(sum, tops, codes, 0, 0, q, D / 16, g, t);
+        tkvcu_k_add<8, NT>(s, sum, 1.0f);
     }
 }
 
 /* What a block of A adds to the codes of a channel, in units of its scale (format_a.h): offset / 8 - middle,
- * or offset / 4 where codes have 6 bits; the same for all tokens, exact. */
+ * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
+ * 0 here. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                   const uint32_t *span, const uint32_t *q, int t) {
-    const int coded = D / 16 - side.slabs[0];
     int32_t sum[NT][4]; /* rows: offsets, largest codes */
-    int k, nt, i;
+    int k, nt;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) sum[nt][i] = 0;
-    TKVCU_ROLL
-    for (k = 0; k < coded; k++) {
-        const uint32_t offset =
-            tkvcu_one(slot, tkvcu_place(side.code_bytes + (uint32_t)(D + 16 * k + 4 * t)));
-        const uint32_t a[4] = {offset, span[4 * k + t], k < side.slabs[6] ? offset : 0, 0};
+    for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k += 2) {
+        const uint32_t at = (uint32_t)(D + 16 * k + 4 * t);
+        const uint32_t a[4] = {tkvcu_one(slot, at), span[4 * k + t], tkvcu_one(slot, at + 16),
+                               span[4 * k + 4 + t]};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const uint32_t word = tkvcu_q_word<D>(q, nt, k), b[2] = {word, word};
+            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), tkvcu_q_word<D>(q, nt, k + 1)};
+            tkvcu_mma_ss(sum[nt], a, b);
+        }
+    }
+    TKVCU_ROLL
+    for (k = 0; k < side.slabs[6]; k++) { /* once more */
+        const uint32_t a[4] = {tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), 0};
             tkvcu_mma_ss(sum[nt], a, b);
         }
     }
@@ -1550,12 +1630,10 @@ TKVCU_DEVICE void tkvcu_k_zeros(const tkvcu_side &side, float s[NT], const uint8
     for (k = side.kind == TKVCU_KIVI ? 0 : D / 16 - side.slabs[0]; k < D / 16; k++) {
         tkvcu_words z;
         if (side.kind == TKVCU_KIVI) {
-            z = tkvcu_two(slot, tkvcu_place(side.code_bytes + (uint32_t)(2 * D + 32 * k + 8 * me.t)));
+            z = tkvcu_two(slot, (uint32_t)(2 * D + 32 * k + 8 * me.t));
         } else { /* low bytes, then high ones */
-            const uint32_t low =
-                tkvcu_one(slot, tkvcu_place(side.code_bytes + (uint32_t)(16 * k + 4 * me.t)));
-            const uint32_t high =
-                tkvcu_one(slot, tkvcu_place(side.code_bytes + (uint32_t)(D + 16 * k + 4 * me.t)));
+            const uint32_t low = tkvcu_one(slot, (uint32_t)(16 * k + 4 * me.t));
+            const uint32_t high = tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * me.t));
             z.x = tkvcu_prmt(low, high, 0x5140);
             z.y = tkvcu_prmt(low, high, 0x7362);
         }
@@ -1612,13 +1690,12 @@ TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu
     if (s.kind == TKVCU_KIVI) {
         TKVCU_UNROLL
         for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
-            const uint32_t x = tkvcu_one(slot, tkvcu_place(s.code_bytes + (uint32_t)(128 * i + 4 * lane)));
+            const uint32_t x = tkvcu_one(slot, (uint32_t)(128 * i + 4 * lane));
             const tkvcu_pair y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
             out[32 * i + lane] = y;
         }
     } else {
-        const uint32_t place = tkvcu_place(s.code_bytes + 2u * (uint32_t)lane);
-        const uint32_t x = *(const uint16_t *)(const void *)(slot + place);
+        const uint32_t x = *(const uint16_t *)(const void *)(slot + 2 * lane);
         const tkvcu_pair y = {v_log[x & 255u], v_log[x >> 8]};
         out[lane] = y;
     }
@@ -1633,7 +1710,6 @@ TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale
                                 int t) {
     const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
-    __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         float w[4][2], most = TKVCU_TINY, up;
@@ -1683,11 +1759,8 @@ TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t 
 
 /* All slabs of V, width W. Groups of channels have weights of their own. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[VG][2][NT][2],
-                                const float unit[VG][NT], int g, int t) {
-    enum { wide = tkvcu_v_tile<W>::wide, stride = 32 * wide };
-    const uint32_t at = (uint32_t)(t * stride + 8 * g), place = tkvcu_place(at);
-    const uint32_t tops = (uint32_t)(t / 2 * 64 + 8 * g); /* in a line of its own for each slab */
+TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
+                                const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
     int k, i, m, nt;
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
@@ -1695,9 +1768,7 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, c
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        if (W != 1 && k % 2) tkvcu_fetch<wide, stride, 1>(x.codes, slot, at, place, k - 1, 0);
-        else if (W != 1) tkvcu_fetch<wide, stride, 0>(x.codes, slot, at, place, k, 0);
-        if (W == 1 || W == 3) tkvcu_fetch_line(x.tops, slot + (W == 3 ? D / 4 * 64 : 0), tops, k, t);
+        tkvcu_fetch_v<W>(x, codes, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
@@ -1715,10 +1786,8 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, c
 
 /* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[2][NT][2],
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes, const uint32_t b[2][NT][2],
                                 const float unit[NT], int g, int t) {
-    const uint32_t at = (uint32_t)(64 * t + 8 * g), place = tkvcu_place(at),
-                   tops = (uint32_t)(t / 2 * 64 + 8 * g);
     uint32_t turned[2][NT][2];
     float small[NT];
     int i, k, nt, h, m;
@@ -1732,9 +1801,7 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, c
     for (k = 0; k < D / 32; k++) {
         tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        if (k % 2) tkvcu_fetch<2, 64, 1>(x.codes, slot, at, place, k - 1, 0);
-        else tkvcu_fetch<2, 64, 0>(x.codes, slot, at, place, k, 0);
-        tkvcu_fetch_line(x.tops, slot + D / 8 * 64, tops, k, t);
+        tkvcu_fetch_v<3>(x, codes, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             code[0][i] = tkvcu_pair_codes<0>(x, i);
@@ -1781,9 +1848,8 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         const float slope = b.slope[4 * nt + t];
-        times[nt] = fmaxf(unit * slope, 1e-37f);
+        times[nt] = unit * slope;
         least[nt] = base[nt] * slope;
-        if (!(times[nt] >= unit * slope)) times[nt] = unit * slope; /* a NaN stays one */
     }
     if (TKVCU_RARELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
@@ -1797,11 +1863,13 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     }
     if (masked) {
         TKVCU_UNROLL
-        for (p = 0; p < 4; p++) TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) {
+        for (nt = 0; nt < NT; nt++) {
             const int query = tkvcu_position_of_query(j, k, 4 * nt + t);
-            if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
+            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) TKVCU_UNROLL
+            for (i = 0; i < 2; i++)
+                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
         }
     }
     TKVCU_UNROLL
@@ -1849,7 +1917,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
-    tkvcu_k_codes<D, NT>(side, s, slot, mine, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, slot + TKVCU_META(D), mine, me.g, me.t);
     tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -1860,11 +1928,11 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3, quarter = !pairs && TKVCU_QUARTER(width);
     tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
+    const uint8_t *codes = slot + TKVCU_META(D);
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
     float unit[VG][NT], sum[NT];
     int i, p, nt;
-    __syncwarp(); /* K's work is done */
     tkvcu_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
     __syncwarp();
     TKVCU_UNROLL
@@ -1879,7 +1947,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
             continue;
         }
-        tkvcu_weights<NT>(s, scale + 32 * i, memory, quarter, w[i], unit[i], sum, me.g, me.t);
+        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), quarter, w[i],
+                          unit[i], sum, me.g, me.t);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
             float zero = 0.0f;
@@ -1896,12 +1965,12 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             unit[i][nt] *= f[nt];
         }
     }
-    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, slot, w[0], unit[0], me.g, me.t);
-    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, slot, w, unit, me.g, me.t);
-    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, slot, w, unit, me.g, me.t);
-    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, slot, w, unit, me.g, me.t);
-    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, slot, w, unit, me.g, me.t);
-    else tkvcu_v_codes<D, 8, NT, VG>(u, slot, w, unit, me.g, me.t);
+    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, codes, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, codes, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, codes, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, codes, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, codes, w, unit, me.g, me.t);
+    else tkvcu_v_codes<D, 8, NT, VG>(u, codes, w, unit, me.g, me.t);
 }
 
 /* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
@@ -1975,7 +2044,6 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     float *weight = (float *)(void *)me.work; /* [column][16 tokens] */
     uint32_t p[NT][2];
     int c, nt, i;
-    __syncwarp();
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++) weight[16 * (4 * nt + me.t) + me.g + 8 * i] = s[nt][i];
@@ -2083,69 +2151,54 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-typedef struct tkvcu_ring { /* offsets of the slots that are filled and read next */
-    int put, take;
-} tkvcu_ring;
-
-TKVCU_DEVICE int tkvcu_turned(int at, int slot_bytes) {
-    return at == (TKVCU_SLOTS - 1) * slot_bytes ? 0 : at + slot_bytes;
-}
-
-/* K (which = 0) or V of unit number nth of the task's run begins to come into a slot. What lies beyond the
- * run is an empty group of copies, so that counting them goes on. */
+/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
 template <int D, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, tkvcu_ring &ring,
-                            int which, int nth) {
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
+                            int nth) {
     if (nth < k.n) {
-        const int there = k.place + nth, place = there < k.places ? there : there - k.places;
-        uint8_t *slot = me.ring + ring.put;
-        if (EXACT)
+        uint8_t *slot = me.slots + which * j.slot_bytes;
+        if (EXACT) {
+            const int place = k.place + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
                                tkvcu_rows_from(j, k, k.first + nth), me.lane);
-        else tkvcu_load(slot, k.from[which] + (size_t)place * k.block, k.bytes[which], me.lane);
+        } else {
+            tkvcu_load<D>(slot, k.from[which] + (size_t)nth * k.block, k.codes[which], k.meta[which],
+                          me.lane);
+        }
     }
-    ring.put = tkvcu_turned(ring.put, j.slot_bytes);
     tkvcu_cp_async_commit();
 }
 
-/* The oldest side that was asked for has come; K or V of unit nth is asked for. */
-template <int D, int EXACT>
-TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
-                                      tkvcu_ring &ring, int which, int nth) {
-    const uint8_t *slot = me.ring + ring.take;
-    __syncwarp(); /* nobody reads the slot that is filled now */
-    tkvcu_ask<D, EXACT>(j, k, me, ring, which, nth);
-    ring.take = tkvcu_turned(ring.take, j.slot_bytes);
-    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
+ * are free. */
+TKVCU_DEVICE void tkvcu_come(void) {
+    tkvcu_cp_async_wait<0>();
     __syncwarp();
-    return slot;
 }
 
-/* The task's run; its sides are in b. */
+/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
-    tkvcu_ring ring = {0, 0};
+    const uint8_t *slot[2] = {me.slots, me.slots + j.slot_bytes};
     int nth = me.warp;
-    tkvcu_ask<D, EXACT>(j, k, me, ring, 0, nth);
+    tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
     for (; nth < k.n; nth += TKVCU_WARPS) {
         const int unit = k.first + nth;
-        const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth);
         float s[4][NT][2], f[NT];
-        if (EXACT) {
-            tkvcu_exact_k(j, b, me, u, s[0], f, slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
-            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
-            tkvcu_exact_v(b, me, u, s[0], f, slot);
-        } else {
-            tkvcu_coded_k(j, b, me, u, s, f, slot, base + 64 * unit);
-            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
-            tkvcu_coded_v(b, me, u, s, f, slot);
-        }
+        tkvcu_come();
+        tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
+        if (EXACT)
+            tkvcu_exact_k(j, b, me, u, s[0], f, slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
+        else tkvcu_coded_k(j, b, me, u, s, f, slot[0], base + 64 * unit);
+        tkvcu_come();
+        tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
+        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, slot[1]);
+        else tkvcu_coded_v(b, me, u, s, f, slot[1]);
     }
-    tkvcu_cp_async_wait<0>();
 }
 
 /* Blocks from `block` on, at most n, that have its version. */
@@ -2168,9 +2221,9 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
+                               tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
     const tkvcu_task &k = b.task;
-    float *mine = (float *)(void *)me.ring;
+    float *mine = (float *)(void *)me.slots;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
     const int exact = k.part == 2;
@@ -2199,9 +2252,9 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
         const int column = i / (D + 1), at = i % (D + 1);
         float m = TKVCU_NOTHING, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
-            m = fmaxf(m, ((const float *)(const void *)(rings + (size_t)w * ring_bytes))[column * (D + 2)]);
+            m = fmaxf(m, ((const float *)(const void *)(warps + (size_t)w * warp_bytes))[column * (D + 2)]);
         for (w = 0; w < TKVCU_WARPS; w++) {
-            const float *x = (const float *)(const void *)(rings + (size_t)w * ring_bytes) + column * (D + 2);
+            const float *x = (const float *)(const void *)(warps + (size_t)w * warp_bytes) + column * (D + 2);
             sum += x[1 + at] * tkvcu_ex2(x[0] - m);
         }
         out[column * (D + 2) + 1 + at] = sum;
@@ -2237,7 +2290,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
     const tkvcu_task &k = b.task;
     const tkvcu_list list = j.view.list[k.reach.seq];
     const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
-    int region, first, n = k.left, version = 0;
+    int region, first, place, places, n = k.left, version = 0;
     if (k.part == 2) {
         region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
         first = k.at;
@@ -2249,19 +2302,23 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
         version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
         n = tkvcu_same_version(j, b, first, n);
     }
+    places =
+        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
+    place = first % places;
+    n = tkvi_min(n, places - place);
     __syncthreads();
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
         b.task.from[tid] =
             j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
-        b.task.bytes[tid] = b.side[tid].bytes;
+        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region];
+        b.task.codes[tid] = (int)b.side[tid].code_bytes;
+        b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
     }
     if (tid == 0) {
-        const int per = region < TKVCU_SINKS ? 1 : 4; /* units of a block */
         b.task.block = j.view.block[region];
-        b.task.places = per * j.view.ring[region];
-        b.task.place = first % b.task.places;
+        b.task.place = place;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
@@ -2299,15 +2356,15 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
-    const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG));
-    uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
+    const size_t warp_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG));
+    uint8_t *warps = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
     tkvcu_lane me;
     me.lane = tid % 32;
     me.warp = tid / 32;
     me.g = me.lane / 4;
     me.t = me.lane % 4;
-    me.ring = rings + (size_t)me.warp * ring_bytes;
-    me.work = me.ring + TKVCU_SLOTS * j.slot_bytes;
+    me.slots = warps + (size_t)me.warp * warp_bytes;
+    me.work = me.slots + TKVCU_SLOTS * j.slot_bytes;
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();
@@ -2334,7 +2391,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        tkvcu_finish(j, b, me, u, warps, warp_bytes);
         if (tid == 0) tkvcu_next_part(j, b, ends);
         __syncthreads();
     }
@@ -2514,7 +2571,7 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
     for (i = 0; i < n; i++) {
         if (side[i].kind == TKVCU_KIVI) s->groups = head_dim / 64;
         if (side[i].kind == TKVCU_KIVI) s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
-        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 34 * head_dim);
+        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 36 * head_dim);
     }
 }
 

@@ -10,9 +10,11 @@
 #include "tkv_test.h"
 
 /* >>unpacking: every width and plane, as K and as V, against tile.h */
-typedef struct packed { /* 8 tiles of one width as they lie in a slot */
-    uint8_t code[8][TKVI_TILE_CODES];
-    uint8_t slot[8 * 256 + 8 * 64];
+#define PACKED 16 /* tiles */
+
+typedef struct packed { /* of one width, as they lie in a slot */
+    uint8_t code[PACKED][TKVI_TILE_CODES];
+    uint8_t slot[PACKED * 256 + PACKED * 64];
     uint32_t halves; /* where the 1-bit vectors begin */
 } packed;
 
@@ -23,10 +25,10 @@ static void pack(packed *x, int width, tkv_rng *rng) {
     size_t i;
     memset(&runs, 0, sizeof runs);
     memset(mem, 0, sizeof mem);
-    runs.n[width] = 8;
+    runs.n[width] = PACKED;
     at = tkvi_tiles(&runs);
     x->halves = (uint32_t)at.halves;
-    for (i = 0; i < 8; i++) {
+    for (i = 0; i < PACKED; i++) {
         int j;
         for (j = 0; j < TKVI_TILE_CODES; j++) x->code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << width);
         tkvi_pack_tile(mem, &at, width, x->code[i]);
@@ -35,15 +37,16 @@ static void pack(packed *x, int width, tkv_rng *rng) {
     for (i = 0; i < sizeof mem; i++) x->slot[tkvcu_place((uint32_t)i)] = mem[i];
 }
 
-/* What a lane takes of slab 0 or 1 as a part of W bits of K, the part's lowest bit being bit `from` of the code. */
+/* What a lane takes of slabs 0 .. 3 as a part of W bits of K, the part's lowest bit being bit `from` of the code. */
 template <int W, int STRIDE> static void k_part(const packed *x, uint32_t start, int from) {
-    for (int slab = 0; slab < 2; slab++)
-        for (int lane = 0; lane < 32; lane++) {
-            const int g = lane / 4, t = lane % 4;
-            const uint32_t at = start + (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+    for (int lane = 0; lane < 32; lane++) {
+        const int g = lane / 4, t = lane % 4;
+        tkvcu_path<W, STRIDE> path;
+        tkvcu_path_start(path, start, g, t);
+        for (int slab = 0; slab < PACKED / 4; slab++) {
             tkvcu_tile<W> y;
-            if (slab) tkvcu_fetch<W, STRIDE, 1>(y, x->slot, at, tkvcu_place(at), 0, W == 1 ? t % 2 * 4 : 0);
-            else tkvcu_fetch<W, STRIDE, 0>(y, x->slot, at, tkvcu_place(at), 0, W == 1 ? t % 2 * 4 : 0);
+            tkvcu_path_take(y, x->slot, path, slab % 2, t % 2 * 4);
+            if (slab % 2) tkvcu_path_next(path);
             for (int i = 0; i < 2; i++) {
                 const uint32_t word[4] = {tkvcu_field<W, 0>(y, i), tkvcu_field<W, 1>(y, i),
                                           tkvcu_field<W, 2>(y, i), tkvcu_field<W, 3>(y, i)};
@@ -55,19 +58,15 @@ template <int W, int STRIDE> static void k_part(const packed *x, uint32_t start,
                     }
             }
         }
+    }
 }
 
 template <int W> static void v_width(const packed *x) {
-    for (int slab = 0; slab < 2; slab++)
+    for (int slab = 0; slab < PACKED / 4; slab++)
         for (int lane = 0; lane < 32; lane++) {
-            enum { wide = tkvcu_v_tile<W>::wide };
             const int g = lane / 4, t = lane % 4;
-            const uint32_t at = (uint32_t)(t * 32 * wide + 8 * g);
             tkvcu_v_tile<W> y;
-            if (W != 1 && slab) tkvcu_fetch<wide, 32 * wide, 1>(y.codes, x->slot, at, tkvcu_place(at), 0, 0);
-            else if (W != 1) tkvcu_fetch<wide, 32 * wide, 0>(y.codes, x->slot, at, tkvcu_place(at), 0, 0);
-            if (W == 1 || W == 3)
-                tkvcu_fetch_line(y.tops, x->slot + x->halves, (uint32_t)(t / 2 * 64 + 8 * g), slab, t);
+            tkvcu_fetch_v<W>(y, x->slot, (int)x->halves, slab, g, t);
             for (int i = 0; i < 2; i++) {
                 uint32_t plane[4];
                 tkvcu_planes<W>(y, i, plane);
@@ -90,9 +89,7 @@ static void pairs(const packed *x) {
                            id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
             tkvcu_v_tile<3> y;
             uint32_t order[2];
-            if (slab) tkvcu_fetch<2, 64, 1>(y.codes, x->slot, at, tkvcu_place(at), 0, 0);
-            else tkvcu_fetch<2, 64, 0>(y.codes, x->slot, at, tkvcu_place(at), 0, 0);
-            tkvcu_fetch_line(y.tops, x->slot + x->halves, (uint32_t)(t / 2 * 64 + 8 * g), slab, t);
+            tkvcu_fetch_v<3>(y, x->slot, (int)x->halves, slab, g, t);
             tkvcu_pair_weights(id, order);
             for (int two = 0; two < 2; two++)
                 for (int h = 0; h < 2; h++) {

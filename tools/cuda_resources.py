@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_
     me.warp = threadIdx.x / 32;
     me.g = me.lane / 4;
     me.t = me.lane %% 4;
-    me.ring = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d));
-    me.work = me.ring + TKVCU_SLOTS * j.slot_bytes;
+    me.slots = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d));
+    me.work = me.slots + TKVCU_SLOTS * j.slot_bytes;
     tkvcu_begin(u);
     tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
     tkvcu_finish(j, b, me, u, shared, 1024);
@@ -140,7 +140,7 @@ def loops(code, arch):
     return found
 
 
-def count(code, arch, parts, coded, no_bits, k_bytes, v_bytes):
+def count(code, arch, parts, no_bits, k_codes, v_codes):
     """Instructions of a unit, by name. parts: slabs that each of K's loops goes over, two at a time."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
@@ -150,15 +150,12 @@ def count(code, arch, parts, coded, no_bits, k_bytes, v_bytes):
     parts = [n // 2 for n in parts if n // 2 > 1]  # one turn is no loop
     copies = [l for l in inner if has(l, LDGSTS)]
     zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
-    offsets = [l for l in inner if has(l, IMMA) == 1]
     runs = [l for l in inner if has(l, IMMA) > 1]
-    if (len(copies), len(runs), len(offsets)) != (2, len(parts), int(coded > 0)) or len(zeros) > 1 or \
-            (no_bits > 1 and not zeros):
+    if (len(copies), len(runs)) != (2, len(parts)) or len(zeros) > 1 or (no_bits > 1 and not zeros):
         raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
-    times = dict(zip(copies, ((k_bytes + 2047) // 2048, (v_bytes + 2047) // 2048)))
+    times = dict(zip(copies, (k_codes // 2048, v_codes // 2048)))
     times.update(zip(runs, parts))
     times.update((l, no_bits) for l in zeros)
-    times.update((l, coded) for l in offsets)
     weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
     for loop, n in times.items():
         for i in range(loop[0], loop[1] + 1):
@@ -235,10 +232,9 @@ class Lab:
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        parts = [n[5], n[3], n[1], n[6], n[3] + n[2], n[6], n[5] + n[4], 8 if half_bits == 16 else 0]
-        kivi = kind == 1
-        k_bytes, v_bytes = sides[0][11 + 1], sides[1][11 + 1]
-        return count(code, arch, parts, 0 if kivi else 8 - n[0], 8 if kivi else n[0], k_bytes, v_bytes), k_bytes + v_bytes
+        parts = [n[6], n[6], n[5], n[4], n[3], n[2], n[1], 8 if half_bits == 16 else 0]
+        k, v = sides[0], sides[1]
+        return count(code, arch, parts, 8 if kind == 1 else n[0], k[13], v[13]), k[12] + v[12]
 
 
 def main():

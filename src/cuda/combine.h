@@ -171,7 +171,7 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
     for (i = 0; i < n; i++) {
         if (side[i].kind == TKVCU_KIVI) s->groups = head_dim / 64;
         if (side[i].kind == TKVCU_KIVI) s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
-        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 34 * head_dim);
+        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 36 * head_dim);
     }
 }
 

@@ -50,32 +50,44 @@ template <int W> struct tkvcu_tile {
     uint32_t word[n][2];
 };
 
-/* Slab k of a run of slabs whose tiles stand STRIDE bytes apart, this part of them W bits. at: the lane's
- * words in slab 0 (vector of its tile, 8 g); place: of that. An odd k is the next one after `k`, so that
- * only even ones are turned alike. upper (W = 1, two tiles in a vector): 4 for the vector's upper half. */
-template <int W, int STRIDE, int ODD>
-TKVCU_DEVICE void tkvcu_fetch(tkvcu_tile<W> &x, const uint8_t *slot, uint32_t at, uint32_t place, int k,
-                              int upper) {
-    const uint32_t slab = (uint32_t)((k + ODD) * 4 * STRIDE);
+/* A lane's way through slabs, two at a time. Tiles stand STRIDE bytes apart, their part of W bits begins `at` bytes
+ * from the codes' start; W = 1: two tiles to a vector, so STRIDE is 32. */
+template <int W, int STRIDE> struct tkvcu_path { uint32_t vector[2][tkvcu_tile<W>::n]; };
+
+template <int W, int STRIDE>
+TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, uint32_t at, int g, int t) {
+    int v;
+    at += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
+        x.vector[0][v] = tkvcu_place(at + (uint32_t)(64 * v));
+        if (STRIDE % 128 == 0)
+            x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* its lines are turned as those */
+        else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
+        else x.vector[1][v] = tkvcu_place(at + (uint32_t)(4 * STRIDE + 64 * v));
+    }
+}
+
+/* Slab s of the two. */
+template <int W, int STRIDE>
+TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const uint8_t *codes, const tkvcu_path<W, STRIDE> &from,
+                                  int s, int upper) {
     int v;
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const uint32_t turn =
-            STRIDE == 64 ? ODD * 0x40u : (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
-        const int aligned = STRIDE % 64 == 0 && STRIDE != 192; /* lines of a slab turn as those of slab 0 */
-        const tkvcu_words w =
-            tkvcu_two(slot, aligned ? (place ^ turn) + slab : tkvcu_place(at + slab + (uint32_t)(64 * v)));
+        const tkvcu_words w = tkvcu_two(codes, from.vector[s][v]);
         x.word[v][0] = W == 1 ? w.x >> upper : w.x;
         x.word[v][1] = W == 1 ? w.y >> upper : w.y;
     }
 }
 
-/* The same of the one-bit part of V, from a line on whose number is a multiple of 4: a slab has a line of
- * its own. at: the lane's words in it. */
-TKVCU_DEVICE void tkvcu_fetch_line(tkvcu_tile<1> &x, const uint8_t *slot, uint32_t at, int k, int t) {
-    const tkvcu_words w = tkvcu_two(slot, (at ^ (uint32_t)(k % 4) * 0x20u) + (uint32_t)(128 * k));
-    x.word[0][0] = w.x >> t % 2 * 4;
-    x.word[0][1] = w.y >> t % 2 * 4;
+template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_path_next(tkvcu_path<W, STRIDE> &x) {
+    int s, v;
+    TKVCU_UNROLL
+    for (s = 0; s < 2; s++) TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
+        x.vector[s][v] =
+            (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE; /* 256: another line's turn */
 }
 
 /* >>K: the field's lowest bit, and codes times 2^bit. */
@@ -123,6 +135,33 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
         int p;
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) plane[p] = x.codes.word[p][i];
+    }
+}
+
+/* Words of slab k of V. codes: where they begin; `tops`: bytes from there to the vectors of the 1-bit part,
+ * a multiple of 512. */
+template <int W>
+TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const uint8_t *codes, int tops, int k, int g, int t) {
+    enum { stride = 32 * (int)tkvcu_v_tile<W>::wide };
+    const uint32_t place =
+        tkvcu_place((uint32_t)(t * stride + 8 * g)); /* of slab 0, and what it differs by: */
+    const uint32_t turn = stride == 64 && k % 2 ? 64u : 0;
+    const uint32_t line =
+        (uint32_t)(t / 2 * 64 + 8 * g) ^ (uint32_t)(k % 4) * 32u; /* slab k's, of the 1-bit part */
+    int v;
+    if (W != 1) {
+        TKVCU_UNROLL
+        for (v = 0; v < (int)tkvcu_tile<(int)tkvcu_v_tile<W>::wide>::n; v++) {
+            const uint32_t vector = turn ^ (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
+            const tkvcu_words w = tkvcu_two(codes, (place ^ vector) + (uint32_t)(k * 4 * stride));
+            x.codes.word[v][0] = w.x;
+            x.codes.word[v][1] = w.y;
+        }
+    }
+    if (W == 1 || W == 3) {
+        const tkvcu_words w = tkvcu_two(codes, line + (uint32_t)(tops + 128 * k));
+        x.tops.word[0][0] = w.x >> t % 2 * 4;
+        x.tops.word[0][1] = w.y >> t % 2 * 4;
     }
 }
 
