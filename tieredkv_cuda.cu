@@ -218,6 +218,10 @@ typedef struct tkvcu_view {        /* a layer as kernels see it; passed by value
 #define TKVCU_WARP_H
 
 
+struct alignas(8) tkvcu_words {
+    uint32_t x, y;
+};
+
 #ifndef TKVCU_ON_CPU
 
 #define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
@@ -263,7 +267,17 @@ TKVCU_MMA_BYTES_(s, u)
 TKVCU_MMA_BYTES_(s, s)
 #undef TKVCU_MMA_BYTES_
 
-TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* Addresses in shared memory as numbers: bits of them can be turned over. */
+typedef uint32_t tkvcu_at;
+
+TKVCU_DEVICE tkvcu_at tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* volatile: what lies there changes. */
+TKVCU_DEVICE tkvcu_words tkvcu_read_words(tkvcu_at at) {
+    tkvcu_words w;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(at));
+    return w;
+}
 
 /* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
 TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
@@ -283,6 +297,15 @@ TKVCU_DEVICE void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
 TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(tkvcu_shared_address(shared)), "l"(global)
                  : "memory");
+}
+
+/* AT bytes on, if left is more than that. middle: 2048 bytes on, so that one address reaches 4096. */
+template <int AT> TKVCU_DEVICE void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
+    asm volatile(
+        "{ .reg .pred p; setp.gt.s32 p, %2, %3;\n"
+        "@p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16; }" ::"r"(tkvcu_shared_address(shared)),
+        "l"(middle), "r"(left), "n"(AT), "n"(AT - 2048)
+        : "memory");
 }
 
 TKVCU_DEVICE void tkvcu_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -324,6 +347,20 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
+/* p + n size: one instruction, where the compiler would keep products of 64 bits from turn to turn of a loop. */
+TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+    const uint8_t *to;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "r"(size), "l"(p));
+    return to;
+}
+
+/* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
+template <class T> TKVCU_DEVICE T tkvcu_kept(T x) {
+    asm volatile("" : "+r"(x));
+    __builtin_assume(x >= 0);
+    return x;
+}
+
 TKVCU_DEVICE float tkvcu_rcp(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -331,6 +368,7 @@ TKVCU_DEVICE float tkvcu_rcp(float x) {
 }
 
 #else
+static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_words *)at; }
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
@@ -922,10 +960,6 @@ __global__ void __launch_bounds__(TKVCU_ENCODERS)
 #define TKVCU_UNPACK_H
 
 
-struct alignas(8) tkvcu_words {
-    uint32_t x, y;
-};
-
 struct alignas(16) tkvcu_quad {
     uint32_t x, y, z, w;
 };
@@ -948,32 +982,31 @@ template <int W> struct tkvcu_tile {
     uint32_t word[n][2];
 };
 
-/* A lane's way through slabs, two at a time. Tiles stand STRIDE bytes apart, their part of W bits begins `at` bytes
- * from the codes' start; W = 1: two tiles to a vector, so STRIDE is 32. */
-template <int W, int STRIDE> struct tkvcu_path { uint32_t vector[2][tkvcu_tile<W>::n]; };
+/* A lane's way through slabs, two at a time. codes: where they begin in shared memory, a multiple of 128. Tiles stand
+ * STRIDE bytes apart, their part of W bits begins `from` bytes on; W = 1: two tiles to a vector, so STRIDE is 32. */
+template <int W, int STRIDE> struct tkvcu_path { tkvcu_at vector[2][tkvcu_tile<W>::n]; };
 
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, uint32_t at, int g, int t) {
+TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, tkvcu_at codes, uint32_t from, int g, int t) {
     int v;
-    at += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+    from += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        x.vector[0][v] = tkvcu_place(at + (uint32_t)(64 * v));
+        x.vector[0][v] = codes + tkvcu_place(from + (uint32_t)(64 * v));
         if (STRIDE % 128 == 0)
             x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* its lines are turned as those */
         else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
-        else x.vector[1][v] = tkvcu_place(at + (uint32_t)(4 * STRIDE + 64 * v));
+        else x.vector[1][v] = codes + tkvcu_place(from + (uint32_t)(4 * STRIDE + 64 * v));
     }
 }
 
 /* Slab s of the two. */
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const uint8_t *codes, const tkvcu_path<W, STRIDE> &from,
-                                  int s, int upper) {
+TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const tkvcu_path<W, STRIDE> &from, int s, int upper) {
     int v;
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const tkvcu_words w = tkvcu_two(codes, from.vector[s][v]);
+        const tkvcu_words w = tkvcu_read_words(from.vector[s][v]);
         x.word[v][0] = W == 1 ? w.x >> upper : w.x;
         x.word[v][1] = W == 1 ? w.y >> upper : w.y;
     }
@@ -1036,31 +1069,41 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
     }
 }
 
-/* Words of slab k of V. codes: where they begin; `tops`: bytes from there to the vectors of the 1-bit part,
- * a multiple of 512. */
+/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part (before
+ * the bytes that it begins at, a multiple of 512). */
+struct tkvcu_v_at {
+    tkvcu_at codes, narrow, wide, line;
+};
+
+/* Words of slab k of V; `tops`: where the vectors of the 1-bit part begin. */
 template <int W>
-TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const uint8_t *codes, int tops, int k, int g, int t) {
-    enum { stride = 32 * (int)tkvcu_v_tile<W>::wide };
-    const uint32_t place =
-        tkvcu_place((uint32_t)(t * stride + 8 * g)); /* of slab 0, and what it differs by: */
-    const uint32_t turn = stride == 64 && k % 2 ? 64u : 0;
-    const uint32_t line =
-        (uint32_t)(t / 2 * 64 + 8 * g) ^ (uint32_t)(k % 4) * 32u; /* slab k's, of the 1-bit part */
+TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int tops, int k, int g, int t) {
+    enum { wide = tkvcu_v_tile<W>::wide, stride = 32 * wide, n = tkvcu_tile<wide>::n };
     int v;
-    if (W != 1) {
-        TKVCU_UNROLL
-        for (v = 0; v < (int)tkvcu_tile<(int)tkvcu_v_tile<W>::wide>::n; v++) {
-            const uint32_t vector = turn ^ (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
-            const tkvcu_words w = tkvcu_two(codes, (place ^ vector) + (uint32_t)(k * 4 * stride));
-            x.codes.word[v][0] = w.x;
-            x.codes.word[v][1] = w.y;
-        }
+    TKVCU_UNROLL
+    for (v = 0; v < n && W != 1; v++) {
+        const tkvcu_at place = wide == 2 ? from.narrow ^ (k % 2 * 64u)
+                               : wide == 4
+                                   ? from.wide ^ (v * 64u)
+                                   : from.codes + tkvcu_place((uint32_t)(t * stride + 8 * g + 64 * v));
+        const tkvcu_words w = tkvcu_read_words(place + (tkvcu_at)(k * 4 * stride));
+        x.codes.word[v][0] = w.x;
+        x.codes.word[v][1] = w.y;
     }
     if (W == 1 || W == 3) {
-        const tkvcu_words w = tkvcu_two(codes, line + (uint32_t)(tops + 128 * k));
+        const tkvcu_words w = tkvcu_read_words((from.line ^ (k % 4 * 32u)) + (tkvcu_at)(tops + 128 * k));
         x.tops.word[0][0] = w.x >> t % 2 * 4;
         x.tops.word[0][1] = w.y >> t % 2 * 4;
     }
+}
+
+TKVCU_DEVICE tkvcu_v_at tkvcu_v_at_of(tkvcu_at codes, int g, int t) {
+    tkvcu_v_at x;
+    x.codes = codes;
+    x.narrow = codes + tkvcu_place((uint32_t)(64 * t + 8 * g));
+    x.wide = codes + tkvcu_place((uint32_t)(128 * t + 8 * g));
+    x.line = codes + (tkvcu_at)(t / 2 * 64 + 8 * g);
+    return x;
 }
 
 /* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the
@@ -1131,7 +1174,7 @@ TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
 
 #define TKVCU_WARPS 4 /* of a block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 2        /* of a warp: for a K side, for a V side */
+#define TKVCU_SLOTS 2        /* of a warp */
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
@@ -1284,10 +1327,15 @@ template <int D, int NT, int VG> struct tkvcu_sums {
     float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
 };
 
+/* A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about (tkvcu_place). */
+#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+
 struct tkvcu_lane {
     int warp, lane, g, t;
-    uint8_t *slots,
-        *work; /* work: of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
+    tkvcu_at k_codes;
+    tkvcu_v_at v_at;
+    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
 };
 
 /* Bytes of that for each warp. */
@@ -1296,6 +1344,26 @@ struct tkvcu_lane {
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
+
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+    const int tid = (int)threadIdx.x;
+    tkvcu_lane me;
+    int at;
+    me.lane = tkvcu_kept(tid % 32);
+    me.warp = tkvcu_kept(tid / 32);
+    me.g = tkvcu_kept(tid % 32 / 4);
+    me.t = tkvcu_kept(tid % 4);
+    at = me.warp * warp_bytes;
+    me.slot[0] = warps + at;
+    me.slot[1] = warps + at + slot_bytes;
+    me.work = warps + tkvcu_kept(at + TKVCU_SLOTS * slot_bytes);
+    me.k_codes = tkvcu_shared_address(me.slot[0]) + TKVCU_META(D);
+    me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
+    me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
+    me.v_at.wide = tkvcu_kept(me.v_at.wide);
+    me.v_at.line = tkvcu_kept(me.v_at.line);
+    return me;
+}
 
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
     int nt, i, c;
@@ -1311,34 +1379,27 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
     }
 }
 
-/* >>loading. A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about
- * (tkvcu_place). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
-
+/* >>loading */
 template <int D>
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, int codes, int meta, int lane) {
-    from += 16 * lane;
-    if (16 * lane < meta) tkvcu_cp_async16(slot + 16 * lane, from + codes);
+    const int left = codes - 16 * lane;
+    int k;
+    from += 16 * lane + 2048;
+    tkvcu_cp_async16_if<0>(slot + 16 * lane, from + codes, meta - 16 * lane);
     slot += TKVCU_META(D) + tkvcu_place(16u * (uint32_t)lane);
+    tkvcu_cp_async16_if<0>(slot, from, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<512>(slot, from, left);
+    tkvcu_cp_async16_if<1024>(slot, from, left);
+    tkvcu_cp_async16_if<1536>(slot, from, left);
+    if (D == 128) {
+        tkvcu_cp_async16_if<2048>(slot, from, left);
+        tkvcu_cp_async16_if<2560>(slot, from, left);
+        tkvcu_cp_async16_if<3072>(slot, from, left);
+        tkvcu_cp_async16_if<3584>(slot, from, left);
+    }
     TKVCU_ROLL
-    for (; codes >= 2048; codes -= 2048, slot += 2048, from += 2048) {
-        tkvcu_cp_async16(slot, from);
-        tkvcu_cp_async16(slot + 512, from + 512);
-        tkvcu_cp_async16(slot + 1024, from + 1024);
-        tkvcu_cp_async16(slot + 1536, from + 1536);
-    }
-    if (codes & 1024) {
-        tkvcu_cp_async16(slot, from);
-        tkvcu_cp_async16(slot + 512, from + 512);
-        slot += 1024;
-        from += 1024;
-    }
-    if (codes & 512) {
-        tkvcu_cp_async16(slot, from);
-        slot += 512;
-        from += 512;
-    }
-    if (16 * lane < (codes & 511)) tkvcu_cp_async16(slot, from);
+    for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
+        tkvcu_cp_async16(slot + k, from + k - 2048); /* 8 bits */
 }
 
 /* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
@@ -1446,14 +1507,14 @@ template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, i
 /* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
  * += what their 1-bit parts give. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], const uint8_t *codes,
-                               uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
+                               uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     const int upper = t % 2 * 4;
     tkvcu_path<W, STRIDE> path;
     tkvcu_path<1, 32> top_path;
     int i, nt;
-    tkvcu_path_start(path, at, g, t);
-    if (TOPS) tkvcu_path_start(top_path, tops_at, g, t);
+    tkvcu_path_start(path, codes, at, g, t);
+    if (TOPS) tkvcu_path_start(top_path, codes, tops_at, g, t);
 #define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
     {                                                                                                        \
         uint32_t a[4];                                                                                       \
@@ -1470,10 +1531,10 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], co
         tkvcu_tile<W> x, y;                                                                                  \
         tkvcu_tile<1> v, w;                                                                                  \
         uint32_t b[NT][2];                                                                                   \
-        tkvcu_path_take(x, codes, path, 0, upper);                                                           \
-        if (two) tkvcu_path_take(y, codes, path, 1, upper);                                                  \
-        if (TOPS) tkvcu_path_take(v, codes, top_path, 0, upper);                                             \
-        if (TOPS && two) tkvcu_path_take(w, codes, top_path, 1, upper);                                      \
+        tkvcu_path_take(x, path, 0, upper);                                                                  \
+        if (two) tkvcu_path_take(y, path, 1, upper);                                                         \
+        if (TOPS) tkvcu_path_take(v, top_path, 0, upper);                                                    \
+        if (TOPS && two) tkvcu_path_take(w, top_path, 1, upper);                                             \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) {                                                                        \
             b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
@@ -1530,8 +1591,8 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
  * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a field at its place 240 (255 of Q8), and there are 128
  * channels. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], const uint8_t *codes,
-                                const uint32_t *q, int g, int t) {
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
+                                int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
     const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
@@ -1759,7 +1820,7 @@ TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t 
 
 /* All slabs of V, width W. Groups of channels have weights of their own. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
+TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
                                 const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
     int k, i, m, nt;
     TKVCU_UNROLL
@@ -1768,7 +1829,7 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_fetch_v<W>(x, codes, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_fetch_v<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
@@ -1786,7 +1847,7 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
 
 /* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes, const uint32_t b[2][NT][2],
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
                                 const float unit[NT], int g, int t) {
     uint32_t turned[2][NT][2];
     float small[NT];
@@ -1801,7 +1862,7 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes, 
     for (k = 0; k < D / 32; k++) {
         tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_fetch_v<3>(x, codes, D / 8 * 64, k, g, t);
+        tkvcu_fetch_v<3>(x, at, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             code[0][i] = tkvcu_pair_codes<0>(x, i);
@@ -1917,7 +1978,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
-    tkvcu_k_codes<D, NT>(side, s, slot + TKVCU_META(D), mine, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
     tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -1928,7 +1989,6 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3, quarter = !pairs && TKVCU_QUARTER(width);
     tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
-    const uint8_t *codes = slot + TKVCU_META(D);
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
     float unit[VG][NT], sum[NT];
@@ -1965,12 +2025,12 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             unit[i][nt] *= f[nt];
         }
     }
-    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, codes, w[0], unit[0], me.g, me.t);
-    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else tkvcu_v_codes<D, 8, NT, VG>(u, codes, w, unit, me.g, me.t);
+    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else tkvcu_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
 /* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
@@ -2156,13 +2216,13 @@ template <int D, int EXACT>
 TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
                             int nth) {
     if (nth < k.n) {
-        uint8_t *slot = me.slots + which * j.slot_bytes;
+        uint8_t *slot = me.slot[which];
         if (EXACT) {
             const int place = k.place + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
                                tkvcu_rows_from(j, k, k.first + nth), me.lane);
         } else {
-            tkvcu_load<D>(slot, k.from[which] + (size_t)nth * k.block, k.codes[which], k.meta[which],
+            tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
                           me.lane);
         }
     }
@@ -2182,7 +2242,6 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
-    const uint8_t *slot[2] = {me.slots, me.slots + j.slot_bytes};
     int nth = me.warp;
     tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
@@ -2192,12 +2251,12 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
         tkvcu_come();
         tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
         if (EXACT)
-            tkvcu_exact_k(j, b, me, u, s[0], f, slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
-        else tkvcu_coded_k(j, b, me, u, s, f, slot[0], base + 64 * unit);
+            tkvcu_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
+        else tkvcu_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
         tkvcu_come();
         tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
-        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, slot[1]);
-        else tkvcu_coded_v(b, me, u, s, f, slot[1]);
+        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, me.slot[1]);
+        else tkvcu_coded_v(b, me, u, s, f, me.slot[1]);
     }
 }
 
@@ -2223,7 +2282,7 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
     const tkvcu_task &k = b.task;
-    float *mine = (float *)(void *)me.slots;
+    float *mine = (float *)(void *)me.slot[0];
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
     const int exact = k.part == 2;
@@ -2356,15 +2415,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
-    const size_t warp_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG));
-    uint8_t *warps = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
-    tkvcu_lane me;
-    me.lane = tid % 32;
-    me.warp = tid / 32;
-    me.g = me.lane / 4;
-    me.t = me.lane % 4;
-    me.slots = warps + (size_t)me.warp * warp_bytes;
-    me.work = me.slots + TKVCU_SLOTS * j.slot_bytes;
+    const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
+    const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
+    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();
@@ -2391,7 +2444,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, warps, warp_bytes);
+        tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
         if (tid == 0) tkvcu_next_part(j, b, ends);
         __syncthreads();
     }

@@ -369,6 +369,12 @@ static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
 
 static inline float tkvcu_ex2(float x) { return exp2f(x); }
 static inline float tkvcu_rcp(float x) { return 1.0f / x; }
+typedef uintptr_t tkvcu_at; /* tkvcu_read_words: in warp.h */
+static inline tkvcu_at tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
+template <class T> static inline T tkvcu_kept(T x) { return x; }
+static inline const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+    return p + (size_t)n * size;
+}
 static inline float tkvcu_lg2(float x) { return log2f(x); }
 static inline float tkvcu_tanh(float x) { return tanhf(x); }
 
@@ -471,6 +477,9 @@ static inline void tkvcu_cp_async16(void *shared, const void *global) {
     c.from = global;
     c.group = f->group;
     f->copies.push_back(c);
+}
+template <int AT> static inline void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
+    if (left > AT) tkvcu_cp_async16((char *)shared + AT, (const char *)middle + (AT - 2048));
 }
 static inline void tkvcu_cp_async_commit(void) { cpu_fibers[(size_t)cpu_now].group++; }
 template <int N> static inline void tkvcu_cp_async_wait(void) {

@@ -14,6 +14,7 @@
 
 typedef struct packed { /* of one width, as they lie in a slot */
     uint8_t code[PACKED][TKVI_TILE_CODES];
+    alignas(512) uint8_t unaligned[128]; /* a slot begins at a multiple of 128 */
     uint8_t slot[PACKED * 256 + PACKED * 64];
     uint32_t halves; /* where the 1-bit vectors begin */
 } packed;
@@ -42,10 +43,10 @@ template <int W, int STRIDE> static void k_part(const packed *x, uint32_t start,
     for (int lane = 0; lane < 32; lane++) {
         const int g = lane / 4, t = lane % 4;
         tkvcu_path<W, STRIDE> path;
-        tkvcu_path_start(path, start, g, t);
+        tkvcu_path_start(path, tkvcu_shared_address(x->slot), start, g, t);
         for (int slab = 0; slab < PACKED / 4; slab++) {
             tkvcu_tile<W> y;
-            tkvcu_path_take(y, x->slot, path, slab % 2, t % 2 * 4);
+            tkvcu_path_take(y, path, slab % 2, t % 2 * 4);
             if (slab % 2) tkvcu_path_next(path);
             for (int i = 0; i < 2; i++) {
                 const uint32_t word[4] = {tkvcu_field<W, 0>(y, i), tkvcu_field<W, 1>(y, i),
@@ -66,7 +67,8 @@ template <int W> static void v_width(const packed *x) {
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
             tkvcu_v_tile<W> y;
-            tkvcu_fetch_v<W>(y, x->slot, (int)x->halves, slab, g, t);
+            tkvcu_fetch_v<W>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
+                             t);
             for (int i = 0; i < 2; i++) {
                 uint32_t plane[4];
                 tkvcu_planes<W>(y, i, plane);
@@ -85,11 +87,11 @@ static void pairs(const packed *x) {
     for (int slab = 0; slab < 2; slab++)
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
-            const uint32_t at = (uint32_t)(64 * t + 8 * g),
-                           id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
+            const uint32_t id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
             tkvcu_v_tile<3> y;
             uint32_t order[2];
-            tkvcu_fetch_v<3>(y, x->slot, (int)x->halves, slab, g, t);
+            tkvcu_fetch_v<3>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
+                             t);
             tkvcu_pair_weights(id, order);
             for (int two = 0; two < 2; two++)
                 for (int h = 0; h < 2; h++) {

@@ -86,13 +86,8 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<%d, %d> &b = *(tkvcu_block<%d, %d> *)(void *)shared;
     tkvcu_sums<%d, %d, %d> u;
-    tkvcu_lane me;
-    me.lane = threadIdx.x %% 32;
-    me.warp = threadIdx.x / 32;
-    me.g = me.lane / 4;
-    me.t = me.lane %% 4;
-    me.slots = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d));
-    me.work = me.slots + TKVCU_SLOTS * j.slot_bytes;
+    const tkvcu_lane me = tkvcu_lane_of<%d>(shared + (sizeof b + 127) / 128 * 128,
+                                        TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d), j.slot_bytes);
     tkvcu_begin(u);
     tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
     tkvcu_finish(j, b, me, u, shared, 1024);
@@ -140,7 +135,7 @@ def loops(code, arch):
     return found
 
 
-def count(code, arch, parts, no_bits, k_codes, v_codes):
+def count(code, arch, parts, no_bits):
     """Instructions of a unit, by name. parts: slabs that each of K's loops goes over, two at a time."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
@@ -148,13 +143,11 @@ def count(code, arch, parts, no_bits, k_codes, v_codes):
     unit = max((l for l in nested if has(l, IMMA) and has(l, LDGSTS)), key=lambda l: has(l, IMMA))
     inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
     parts = [n // 2 for n in parts if n // 2 > 1]  # one turn is no loop
-    copies = [l for l in inner if has(l, LDGSTS)]
     zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
     runs = [l for l in inner if has(l, IMMA) > 1]
-    if (len(copies), len(runs)) != (2, len(parts)) or len(zeros) > 1 or (no_bits > 1 and not zeros):
+    if len(runs) != len(parts) or len(zeros) > 1 or (no_bits > 1 and not zeros):
         raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
-    times = dict(zip(copies, (k_codes // 2048, v_codes // 2048)))
-    times.update(zip(runs, parts))
+    times = dict(zip(runs, parts))
     times.update((l, no_bits) for l in zeros)
     weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
     for loop, n in times.items():
@@ -228,13 +221,12 @@ class Lab:
                 kind, half_bits, group, ", ".join(map(str, slabs)), top, size, code_bytes, table))
         n = (128, 1, groups)
         source = self.write("unit-%s-%d-%d.cu" % (preset, tier, arch),
-                            PROBE % (text[0], text[1], n[1], *n[:2], *n[:2], *n, *n, *n))
+                            PROBE % (text[0], text[1], n[1], *n[:2], *n[:2], *n, n[0], *n, *n))
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
         parts = [n[6], n[6], n[5], n[4], n[3], n[2], n[1], 8 if half_bits == 16 else 0]
-        k, v = sides[0], sides[1]
-        return count(code, arch, parts, 8 if kind == 1 else n[0], k[13], v[13]), k[12] + v[12]
+        return count(code, arch, parts, 8 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
 
 def main():

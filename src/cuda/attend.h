@@ -30,7 +30,7 @@
 
 #define TKVCU_WARPS 4 /* of a block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 2        /* of a warp: for a K side, for a V side */
+#define TKVCU_SLOTS 2        /* of a warp */
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
@@ -183,10 +183,15 @@ template <int D, int NT, int VG> struct tkvcu_sums {
     float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
 };
 
+/* A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about (tkvcu_place). */
+#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
+
 struct tkvcu_lane {
     int warp, lane, g, t;
-    uint8_t *slots,
-        *work; /* work: of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
+    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
+    tkvcu_at k_codes;
+    tkvcu_v_at v_at;
+    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
 };
 
 /* Bytes of that for each warp. */
@@ -195,6 +200,26 @@ struct tkvcu_lane {
     (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
          ? 4 * (D) + 8 * (D) * (NT)                                                                          \
          : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
+
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+    const int tid = (int)threadIdx.x;
+    tkvcu_lane me;
+    int at;
+    me.lane = tkvcu_kept(tid % 32);
+    me.warp = tkvcu_kept(tid / 32);
+    me.g = tkvcu_kept(tid % 32 / 4);
+    me.t = tkvcu_kept(tid % 4);
+    at = me.warp * warp_bytes;
+    me.slot[0] = warps + at;
+    me.slot[1] = warps + at + slot_bytes;
+    me.work = warps + tkvcu_kept(at + TKVCU_SLOTS * slot_bytes);
+    me.k_codes = tkvcu_shared_address(me.slot[0]) + TKVCU_META(D);
+    me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
+    me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
+    me.v_at.wide = tkvcu_kept(me.v_at.wide);
+    me.v_at.line = tkvcu_kept(me.v_at.line);
+    return me;
+}
 
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
     int nt, i, c;
@@ -210,34 +235,27 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
     }
 }
 
-/* >>loading. A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about
- * (tkvcu_place). */
-#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
-
+/* >>loading */
 template <int D>
 TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, int codes, int meta, int lane) {
-    from += 16 * lane;
-    if (16 * lane < meta) tkvcu_cp_async16(slot + 16 * lane, from + codes);
+    const int left = codes - 16 * lane;
+    int k;
+    from += 16 * lane + 2048;
+    tkvcu_cp_async16_if<0>(slot + 16 * lane, from + codes, meta - 16 * lane);
     slot += TKVCU_META(D) + tkvcu_place(16u * (uint32_t)lane);
+    tkvcu_cp_async16_if<0>(slot, from, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<512>(slot, from, left);
+    tkvcu_cp_async16_if<1024>(slot, from, left);
+    tkvcu_cp_async16_if<1536>(slot, from, left);
+    if (D == 128) {
+        tkvcu_cp_async16_if<2048>(slot, from, left);
+        tkvcu_cp_async16_if<2560>(slot, from, left);
+        tkvcu_cp_async16_if<3072>(slot, from, left);
+        tkvcu_cp_async16_if<3584>(slot, from, left);
+    }
     TKVCU_ROLL
-    for (; codes >= 2048; codes -= 2048, slot += 2048, from += 2048) {
-        tkvcu_cp_async16(slot, from);
-        tkvcu_cp_async16(slot + 512, from + 512);
-        tkvcu_cp_async16(slot + 1024, from + 1024);
-        tkvcu_cp_async16(slot + 1536, from + 1536);
-    }
-    if (codes & 1024) {
-        tkvcu_cp_async16(slot, from);
-        tkvcu_cp_async16(slot + 512, from + 512);
-        slot += 1024;
-        from += 1024;
-    }
-    if (codes & 512) {
-        tkvcu_cp_async16(slot, from);
-        slot += 512;
-        from += 512;
-    }
-    if (16 * lane < (codes & 511)) tkvcu_cp_async16(slot, from);
+    for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
+        tkvcu_cp_async16(slot + k, from + k - 2048); /* 8 bits */
 }
 
 /* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
@@ -345,14 +363,14 @@ template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, i
 /* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
  * += what their 1-bit parts give. q: the lane's words of the first slab. */
 template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], const uint8_t *codes,
-                               uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
+                               uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     const int upper = t % 2 * 4;
     tkvcu_path<W, STRIDE> path;
     tkvcu_path<1, 32> top_path;
     int i, nt;
-    tkvcu_path_start(path, at, g, t);
-    if (TOPS) tkvcu_path_start(top_path, tops_at, g, t);
+    tkvcu_path_start(path, codes, at, g, t);
+    if (TOPS) tkvcu_path_start(top_path, codes, tops_at, g, t);
 #define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
     {                                                                                                        \
         uint32_t a[4];                                                                                       \
@@ -369,10 +387,10 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], co
         tkvcu_tile<W> x, y;                                                                                  \
         tkvcu_tile<1> v, w;                                                                                  \
         uint32_t b[NT][2];                                                                                   \
-        tkvcu_path_take(x, codes, path, 0, upper);                                                           \
-        if (two) tkvcu_path_take(y, codes, path, 1, upper);                                                  \
-        if (TOPS) tkvcu_path_take(v, codes, top_path, 0, upper);                                             \
-        if (TOPS && two) tkvcu_path_take(w, codes, top_path, 1, upper);                                      \
+        tkvcu_path_take(x, path, 0, upper);                                                                  \
+        if (two) tkvcu_path_take(y, path, 1, upper);                                                         \
+        if (TOPS) tkvcu_path_take(v, top_path, 0, upper);                                                    \
+        if (TOPS && two) tkvcu_path_take(w, top_path, 1, upper);                                             \
         TKVCU_UNROLL                                                                                         \
         for (nt = 0; nt < NT; nt++) {                                                                        \
             b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
@@ -429,8 +447,8 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
  * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a field at its place 240 (255 of Q8), and there are 128
  * channels. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], const uint8_t *codes,
-                                const uint32_t *q, int g, int t) {
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
+                                int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
     const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
@@ -658,7 +676,7 @@ TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t 
 
 /* All slabs of V, width W. Groups of channels have weights of their own. */
 template <int D, int W, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
+TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
                                 const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
     int k, i, m, nt;
     TKVCU_UNROLL
@@ -667,7 +685,7 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_fetch_v<W>(x, codes, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_fetch_v<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
@@ -685,7 +703,7 @@ TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes,
 
 /* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes, const uint32_t b[2][NT][2],
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
                                 const float unit[NT], int g, int t) {
     uint32_t turned[2][NT][2];
     float small[NT];
@@ -700,7 +718,7 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *codes, 
     for (k = 0; k < D / 32; k++) {
         tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_fetch_v<3>(x, codes, D / 8 * 64, k, g, t);
+        tkvcu_fetch_v<3>(x, at, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             code[0][i] = tkvcu_pair_codes<0>(x, i);
@@ -816,7 +834,7 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
-    tkvcu_k_codes<D, NT>(side, s, slot + TKVCU_META(D), mine, me.g, me.t);
+    tkvcu_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
     tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -827,7 +845,6 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3, quarter = !pairs && TKVCU_QUARTER(width);
     tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
-    const uint8_t *codes = slot + TKVCU_META(D);
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
     float unit[VG][NT], sum[NT];
@@ -864,12 +881,12 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             unit[i][nt] *= f[nt];
         }
     }
-    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, codes, w[0], unit[0], me.g, me.t);
-    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, codes, w, unit, me.g, me.t);
-    else tkvcu_v_codes<D, 8, NT, VG>(u, codes, w, unit, me.g, me.t);
+    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else tkvcu_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
 /* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
@@ -1055,13 +1072,13 @@ template <int D, int EXACT>
 TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
                             int nth) {
     if (nth < k.n) {
-        uint8_t *slot = me.slots + which * j.slot_bytes;
+        uint8_t *slot = me.slot[which];
         if (EXACT) {
             const int place = k.place + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
                                tkvcu_rows_from(j, k, k.first + nth), me.lane);
         } else {
-            tkvcu_load<D>(slot, k.from[which] + (size_t)nth * k.block, k.codes[which], k.meta[which],
+            tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
                           me.lane);
         }
     }
@@ -1081,7 +1098,6 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
-    const uint8_t *slot[2] = {me.slots, me.slots + j.slot_bytes};
     int nth = me.warp;
     tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
@@ -1091,12 +1107,12 @@ TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
         tkvcu_come();
         tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
         if (EXACT)
-            tkvcu_exact_k(j, b, me, u, s[0], f, slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
-        else tkvcu_coded_k(j, b, me, u, s, f, slot[0], base + 64 * unit);
+            tkvcu_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
+        else tkvcu_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
         tkvcu_come();
         tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
-        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, slot[1]);
-        else tkvcu_coded_v(b, me, u, s, f, slot[1]);
+        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, me.slot[1]);
+        else tkvcu_coded_v(b, me, u, s, f, me.slot[1]);
     }
 }
 
@@ -1122,7 +1138,7 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
     const tkvcu_task &k = b.task;
-    float *mine = (float *)(void *)me.slots;
+    float *mine = (float *)(void *)me.slot[0];
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
     const int exact = k.part == 2;
@@ -1255,15 +1271,9 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
-    const size_t warp_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG));
-    uint8_t *warps = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
-    tkvcu_lane me;
-    me.lane = tid % 32;
-    me.warp = tid / 32;
-    me.g = me.lane / 4;
-    me.t = me.lane % 4;
-    me.slots = warps + (size_t)me.warp * warp_bytes;
-    me.work = me.slots + TKVCU_SLOTS * j.slot_bytes;
+    const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
+    const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
+    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
     __syncthreads();
@@ -1290,7 +1300,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, warps, warp_bytes);
+        tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
         if (tid == 0) tkvcu_next_part(j, b, ends);
         __syncthreads();
     }

@@ -24,10 +24,6 @@
 
 #include "warp.h"
 
-struct alignas(8) tkvcu_words {
-    uint32_t x, y;
-};
-
 struct alignas(16) tkvcu_quad {
     uint32_t x, y, z, w;
 };
@@ -50,32 +46,31 @@ template <int W> struct tkvcu_tile {
     uint32_t word[n][2];
 };
 
-/* A lane's way through slabs, two at a time. Tiles stand STRIDE bytes apart, their part of W bits begins `at` bytes
- * from the codes' start; W = 1: two tiles to a vector, so STRIDE is 32. */
-template <int W, int STRIDE> struct tkvcu_path { uint32_t vector[2][tkvcu_tile<W>::n]; };
+/* A lane's way through slabs, two at a time. codes: where they begin in shared memory, a multiple of 128. Tiles stand
+ * STRIDE bytes apart, their part of W bits begins `from` bytes on; W = 1: two tiles to a vector, so STRIDE is 32. */
+template <int W, int STRIDE> struct tkvcu_path { tkvcu_at vector[2][tkvcu_tile<W>::n]; };
 
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, uint32_t at, int g, int t) {
+TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, tkvcu_at codes, uint32_t from, int g, int t) {
     int v;
-    at += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+    from += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        x.vector[0][v] = tkvcu_place(at + (uint32_t)(64 * v));
+        x.vector[0][v] = codes + tkvcu_place(from + (uint32_t)(64 * v));
         if (STRIDE % 128 == 0)
             x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* its lines are turned as those */
         else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
-        else x.vector[1][v] = tkvcu_place(at + (uint32_t)(4 * STRIDE + 64 * v));
+        else x.vector[1][v] = codes + tkvcu_place(from + (uint32_t)(4 * STRIDE + 64 * v));
     }
 }
 
 /* Slab s of the two. */
 template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const uint8_t *codes, const tkvcu_path<W, STRIDE> &from,
-                                  int s, int upper) {
+TKVCU_DEVICE void tkvcu_path_take(tkvcu_tile<W> &x, const tkvcu_path<W, STRIDE> &from, int s, int upper) {
     int v;
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const tkvcu_words w = tkvcu_two(codes, from.vector[s][v]);
+        const tkvcu_words w = tkvcu_read_words(from.vector[s][v]);
         x.word[v][0] = W == 1 ? w.x >> upper : w.x;
         x.word[v][1] = W == 1 ? w.y >> upper : w.y;
     }
@@ -138,31 +133,41 @@ template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i,
     }
 }
 
-/* Words of slab k of V. codes: where they begin; `tops`: bytes from there to the vectors of the 1-bit part,
- * a multiple of 512. */
+/* Where a lane's words of slab 0 of V lie in shared memory: of tiles 64 and 128 bytes apart, of the 1-bit part (before
+ * the bytes that it begins at, a multiple of 512). */
+struct tkvcu_v_at {
+    tkvcu_at codes, narrow, wide, line;
+};
+
+/* Words of slab k of V; `tops`: where the vectors of the 1-bit part begin. */
 template <int W>
-TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const uint8_t *codes, int tops, int k, int g, int t) {
-    enum { stride = 32 * (int)tkvcu_v_tile<W>::wide };
-    const uint32_t place =
-        tkvcu_place((uint32_t)(t * stride + 8 * g)); /* of slab 0, and what it differs by: */
-    const uint32_t turn = stride == 64 && k % 2 ? 64u : 0;
-    const uint32_t line =
-        (uint32_t)(t / 2 * 64 + 8 * g) ^ (uint32_t)(k % 4) * 32u; /* slab k's, of the 1-bit part */
+TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int tops, int k, int g, int t) {
+    enum { wide = tkvcu_v_tile<W>::wide, stride = 32 * wide, n = tkvcu_tile<wide>::n };
     int v;
-    if (W != 1) {
-        TKVCU_UNROLL
-        for (v = 0; v < (int)tkvcu_tile<(int)tkvcu_v_tile<W>::wide>::n; v++) {
-            const uint32_t vector = turn ^ (uint32_t)(v % 2) * 0x40u ^ (uint32_t)(v / 2) * 0xa0u;
-            const tkvcu_words w = tkvcu_two(codes, (place ^ vector) + (uint32_t)(k * 4 * stride));
-            x.codes.word[v][0] = w.x;
-            x.codes.word[v][1] = w.y;
-        }
+    TKVCU_UNROLL
+    for (v = 0; v < n && W != 1; v++) {
+        const tkvcu_at place = wide == 2 ? from.narrow ^ (k % 2 * 64u)
+                               : wide == 4
+                                   ? from.wide ^ (v * 64u)
+                                   : from.codes + tkvcu_place((uint32_t)(t * stride + 8 * g + 64 * v));
+        const tkvcu_words w = tkvcu_read_words(place + (tkvcu_at)(k * 4 * stride));
+        x.codes.word[v][0] = w.x;
+        x.codes.word[v][1] = w.y;
     }
     if (W == 1 || W == 3) {
-        const tkvcu_words w = tkvcu_two(codes, line + (uint32_t)(tops + 128 * k));
+        const tkvcu_words w = tkvcu_read_words((from.line ^ (k % 4 * 32u)) + (tkvcu_at)(tops + 128 * k));
         x.tops.word[0][0] = w.x >> t % 2 * 4;
         x.tops.word[0][1] = w.y >> t % 2 * 4;
     }
+}
+
+TKVCU_DEVICE tkvcu_v_at tkvcu_v_at_of(tkvcu_at codes, int g, int t) {
+    tkvcu_v_at x;
+    x.codes = codes;
+    x.narrow = codes + tkvcu_place((uint32_t)(64 * t + 8 * g));
+    x.wide = codes + tkvcu_place((uint32_t)(128 * t + 8 * g));
+    x.line = codes + (tkvcu_at)(t / 2 * 64 + 8 * g);
+    return x;
 }
 
 /* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the

@@ -8,6 +8,10 @@
 
 #include "layout.h"
 
+struct alignas(8) tkvcu_words {
+    uint32_t x, y;
+};
+
 #ifndef TKVCU_ON_CPU
 
 #define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
@@ -53,7 +57,17 @@ TKVCU_MMA_BYTES_(s, u)
 TKVCU_MMA_BYTES_(s, s)
 #undef TKVCU_MMA_BYTES_
 
-TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* Addresses in shared memory as numbers: bits of them can be turned over. */
+typedef uint32_t tkvcu_at;
+
+TKVCU_DEVICE tkvcu_at tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* volatile: what lies there changes. */
+TKVCU_DEVICE tkvcu_words tkvcu_read_words(tkvcu_at at) {
+    tkvcu_words w;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(at));
+    return w;
+}
 
 /* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
 TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
@@ -73,6 +87,15 @@ TKVCU_DEVICE void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
 TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(tkvcu_shared_address(shared)), "l"(global)
                  : "memory");
+}
+
+/* AT bytes on, if left is more than that. middle: 2048 bytes on, so that one address reaches 4096. */
+template <int AT> TKVCU_DEVICE void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
+    asm volatile(
+        "{ .reg .pred p; setp.gt.s32 p, %2, %3;\n"
+        "@p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16; }" ::"r"(tkvcu_shared_address(shared)),
+        "l"(middle), "r"(left), "n"(AT), "n"(AT - 2048)
+        : "memory");
 }
 
 TKVCU_DEVICE void tkvcu_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -114,6 +137,20 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
+/* p + n size: one instruction, where the compiler would keep products of 64 bits from turn to turn of a loop. */
+TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+    const uint8_t *to;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "r"(size), "l"(p));
+    return to;
+}
+
+/* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
+template <class T> TKVCU_DEVICE T tkvcu_kept(T x) {
+    asm volatile("" : "+r"(x));
+    __builtin_assume(x >= 0);
+    return x;
+}
+
 TKVCU_DEVICE float tkvcu_rcp(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -121,6 +158,7 @@ TKVCU_DEVICE float tkvcu_rcp(float x) {
 }
 
 #else
+static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_words *)at; }
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
