@@ -1290,12 +1290,13 @@ struct alignas(8) tkvcu_pair {
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
-    int at, left;               /* unit in the part, and units of it that are still to do */
-    int region, first, n;       /* the run: blocks, or 16 exact rows */
-    int place;                  /* of its first unit in the region, in units */
-    const uint8_t *from[2];     /* the head's sides there; of exact rows: in the region's place 0 */
-    int codes[2], meta[2];      /* bytes of a coded one */
-    uint32_t block;             /* bytes from place to place */
+    int at, left;         /* unit in the part, and units of it that are still to do */
+    int region, first, n; /* the run: blocks, or 16 exact rows */
+    int place;            /* of its first unit in the region, in units */
+    const uint8_t
+        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
+    int codes[2], meta[2]; /* bytes of a coded one */
+    uint32_t block;        /* bytes from place to place */
     int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
     int unit, end;              /* of all units */
 };
@@ -1332,6 +1333,8 @@ template <int D, int NT, int VG> struct tkvcu_sums {
 
 struct tkvcu_lane {
     int warp, lane, g, t;
+    int chunk,
+        place; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
     uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
     tkvcu_at k_codes;
     tkvcu_v_at v_at;
@@ -1350,6 +1353,8 @@ template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_
     tkvcu_lane me;
     int at;
     me.lane = tkvcu_kept(tid % 32);
+    me.chunk = tkvcu_kept(tid % 32 * 16);
+    me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
     me.warp = tkvcu_kept(tid / 32);
     me.g = tkvcu_kept(tid % 32 / 4);
     me.t = tkvcu_kept(tid % 4);
@@ -1380,26 +1385,28 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT,
 }
 
 /* >>loading */
+/* middle: 2048 bytes behind the side's start. */
 template <int D>
-TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, int codes, int meta, int lane) {
-    const int left = codes - 16 * lane;
+TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+                             const tkvcu_lane &me) {
+    const int left = codes - me.chunk;
     int k;
-    from += 16 * lane + 2048;
-    tkvcu_cp_async16_if<0>(slot + 16 * lane, from + codes, meta - 16 * lane);
-    slot += TKVCU_META(D) + tkvcu_place(16u * (uint32_t)lane);
-    tkvcu_cp_async16_if<0>(slot, from, left); /* up to 4 bits a value */
-    tkvcu_cp_async16_if<512>(slot, from, left);
-    tkvcu_cp_async16_if<1024>(slot, from, left);
-    tkvcu_cp_async16_if<1536>(slot, from, left);
+    middle = tkvcu_forward(middle, me.chunk, 1);
+    tkvcu_cp_async16_if<0>(slot + me.chunk, tkvcu_forward(middle, codes, 1), meta - me.chunk);
+    slot += me.place;
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<512>(slot, middle, left);
+    tkvcu_cp_async16_if<1024>(slot, middle, left);
+    tkvcu_cp_async16_if<1536>(slot, middle, left);
     if (D == 128) {
-        tkvcu_cp_async16_if<2048>(slot, from, left);
-        tkvcu_cp_async16_if<2560>(slot, from, left);
-        tkvcu_cp_async16_if<3072>(slot, from, left);
-        tkvcu_cp_async16_if<3584>(slot, from, left);
+        tkvcu_cp_async16_if<2048>(slot, middle, left);
+        tkvcu_cp_async16_if<2560>(slot, middle, left);
+        tkvcu_cp_async16_if<3072>(slot, middle, left);
+        tkvcu_cp_async16_if<3584>(slot, middle, left);
     }
     TKVCU_ROLL
     for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
-        tkvcu_cp_async16(slot + k, from + k - 2048); /* 8 bits */
+        tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
 /* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
@@ -1438,7 +1445,7 @@ TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, cons
     tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
     float most = TKVCU_TINY, up;
     int i;
-    if (lane < D / 4) {
+    if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
             const tkvcu_words w = tkvcu_two(slot, 8u * (uint32_t)lane);
             x.x[0] = tkvcu_f16_lo(w.x);
@@ -1457,7 +1464,7 @@ TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, cons
     up = TKVCU_Q_MOST * tkvcu_rcp(most);
     TKVCU_UNROLL
     for (i = 0; i < 4; i++) x.x[i] *= up;
-    if (lane < D / 4) out[lane] = x;
+    if (D == 128 || lane < D / 4) out[lane] = x;
     return most * (1.0f / TKVCU_Q_MOST);
 }
 
@@ -1575,6 +1582,15 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
+/* Upper bits of 3 come to the lower two: by what their fields' places leave to 4 times these. */
+template <int NT> TKVCU_DEVICE void tkvcu_k_join(int32_t sum[4][NT][4], const int32_t tops[4][NT][4]) {
+    int p, nt, i;
+    TKVCU_UNROLL
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) sum[p][nt][i] += tops[p][nt][i] * (4 << tkvcu_bit<2>(p) - tkvcu_bit<1>(p));
+}
+
 /* s += weight times a part's sums, high and low bytes together. */
 template <int W, int NT>
 TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
@@ -1588,8 +1604,7 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
 }
 
 /* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a field at its place 240 (255 of Q8), and there are 128
- * channels. */
+ * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 448, and there are 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
                                 int g, int t) {
@@ -1622,7 +1637,7 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu
         if (n3) {
             tkvcu_clear<NT>(tops);
             tkvcu_k_part<D, 2, 64, 1, NT>(sum, tops, codes, at3, tops3, q3, n3, g, t);
-            tkvcu_k_add<1, NT>(s, tops, 4.0f);
+            tkvcu_k_join<NT>(sum, tops);
         }
         if (n2)
             tkvcu_k_part<D, 2, 64, 0, NT>(sum, tops, codes, at3 + (uint32_t)(256 * n3), 0, q3 + 32 * n3, n2,
@@ -1677,10 +1692,35 @@ TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uin
             0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* Products with q of what is the same for all tokens and has no scale: KIVI's zeros, means of A's channels
- * without codes, static means. */
+/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
+/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_zeros(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_block<D, NT> &b,
+                                const tkvcu_lane &me) {
+    float first[NT][4], second[NT][4];
+    int k, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) first[nt][i] = second[nt][i] = 0.0f;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 32; k++) {
+        const tkvcu_quad z = *(const tkvcu_quad *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
+        const uint32_t a[4] = {z.x, z.y, z.z, z.w};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_quad q = ((const tkvcu_quad *)(const void *)b.part)[(k * NT + nt) * 32 + me.lane];
+            const uint32_t even[2] = {q.x, q.y}, odd[2] = {q.z, q.w};
+            tkvcu_mma_f16(first[nt], a, even);
+            tkvcu_mma_f16(second[nt], a, odd);
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) s[nt] += (first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]);
+}
+
+/* Means of A's channels without codes. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
                                 const tkvcu_block<D, NT> &b, const tkvcu_lane &me) {
     float sum[NT][4];
     int k, nt, i;
@@ -1688,26 +1728,20 @@ TKVCU_DEVICE void tkvcu_k_zeros(const tkvcu_side &side, float s[NT], const uint8
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
-    for (k = side.kind == TKVCU_KIVI ? 0 : D / 16 - side.slabs[0]; k < D / 16; k++) {
-        tkvcu_words z;
-        if (side.kind == TKVCU_KIVI) {
-            z = tkvcu_two(slot, (uint32_t)(2 * D + 32 * k + 8 * me.t));
-        } else { /* low bytes, then high ones */
-            const uint32_t low = tkvcu_one(slot, (uint32_t)(16 * k + 4 * me.t));
-            const uint32_t high = tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * me.t));
-            z.x = tkvcu_prmt(low, high, 0x5140);
-            z.y = tkvcu_prmt(low, high, 0x7362);
-        }
-        const uint32_t a[4] = {z.x, z.x, z.y, z.y};
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
+        const uint32_t low = tkvcu_one(slot, (uint32_t)(16 * k + 4 * me.t));
+        const uint32_t high = tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * me.t));
+        const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
+                       a[4] = {x, x, y, y};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = b.part[k][nt][me.lane];
-            const uint32_t q[2] = {x.x, x.y};
+            const tkvcu_words part = b.part[k][nt][me.lane];
+            const uint32_t q[2] = {part.x, part.y};
             tkvcu_mma_f16(sum[nt], a, q);
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] = b.mean[4 * nt + me.t] + (sum[nt][0] + sum[nt][1]);
+    for (nt = 0; nt < NT; nt++) s[nt] += sum[nt][0] + sum[nt][1];
 }
 
 /* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
@@ -1757,7 +1791,7 @@ TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu
         }
     } else {
         const uint32_t x = *(const uint16_t *)(const void *)(slot + 2 * lane);
-        const tkvcu_pair y = {v_log[x & 255u], v_log[x >> 8]};
+        const tkvcu_pair y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
         out[lane] = y;
     }
 }
@@ -1972,9 +2006,16 @@ TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b,
     tkvcu_q_codes<D, NT>(b, scale, q, me.lane);
     __syncwarp();
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) offset[nt] = 0.0f;
-    if (side.kind == TKVCU_A) tkvcu_k_offsets<D, NT>(side, offset, slot, b.span, mine, me.t);
-    tkvcu_k_zeros<D, NT>(side, base, slot, b, me);
+    for (nt = 0; nt < NT; nt++) {
+        base[nt] = b.mean[4 * nt + me.t];
+        offset[nt] = 0.0f;
+    }
+    if (side.kind == TKVCU_KIVI) {
+        tkvcu_k_zeros<D, NT>(base, slot, b, me);
+    } else {
+        tkvcu_k_offsets<D, NT>(side, offset, slot, b.span, mine, me.t);
+        if (side.slabs[0]) tkvcu_k_means<D, NT>(side, base, slot, b, me);
+    }
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
@@ -2143,10 +2184,10 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
-    const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
     int i, c, r;
     for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        float sum = 0.0f, most = 0.0f, times = fabsf(j.scale), one = 1.0f;
+        float sum = 0.0f, most = 0.0f, times = fabsf(j.scale), one = 1.0f,
+              sign = j.scale < 0.0f ? -1.0f : 1.0f;
         uint32_t bits;
         if (k.column + i < k.columns) {
             const size_t at = tkvcu_query_at(j, k, k.column + i);
@@ -2164,6 +2205,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         bits = tkvi_bits(tkvcu_warp_max(most)) & 0x7f800000u;
         if (bits > 0 && bits < 0x7f000000u) one = tkvi_from_bits(bits);
         times *= j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E;
+        if (k.column + i >= k.columns) sign = 0.0f; /* nobody's column */
         if (tid % 32 == 0) {
             b.slope[i] = sum == sum ? one * times : NAN;
             b.mean[i] = sign * sum / one;
@@ -2175,19 +2217,24 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
         const float one = tkvi_from_bits((uint32_t)b.other[mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
-        tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
-        if (k.column + mine < k.columns) {
-            const size_t at = tkvcu_query_at(j, k, k.column + mine);
-            TKVCU_UNROLL
-            for (r = 0; r < 4; r++) {
-                const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
-                x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
-            }
+        tkvcu_words to;
+        const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
+        tkvcu_four x, y;
+        TKVCU_UNROLL
+        for (r = 0; r < 4; r++) {
+            const int tile = 16 * slab + 4 * t + r, rows = 16 * slab + 2 * t + r % 2 + r / 2 * 8;
+            const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
+            const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
+            x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
+            y.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
         }
         if (!low)
             b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */
-        b.part[slab][nt][lane].x = tkvcu_part_of(x.x[0], x.x[1], low, bf16);
-        b.part[slab][nt][lane].y = tkvcu_part_of(x.x[2], x.x[3], low, bf16);
+        to.x = tkvcu_part_of(y.x[0], y.x[1], low, bf16);
+        to.y = tkvcu_part_of(y.x[2], y.x[3], low, bf16);
+        if (!exact && side.kind == TKVCU_KIVI)
+            ((tkvcu_words *)(void *)b.part)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
+        else b.part[slab][nt][lane] = to;
     }
     for (i = tid; i < 256; i += TKVCU_THREADS) {
         if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_log_value((uint32_t)i, side.top, b.mantissa);
@@ -2223,7 +2270,7 @@ TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu
                                tkvcu_rows_from(j, k, k.first + nth), me.lane);
         } else {
             tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
-                          me.lane);
+                          me);
         }
     }
     tkvcu_cp_async_commit();
@@ -2371,7 +2418,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
         b.task.from[tid] =
             j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
-        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region];
+        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region] + 2048;
         b.task.codes[tid] = (int)b.side[tid].code_bytes;
         b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
     }
