@@ -341,6 +341,9 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
+/* By `by` bits to the right, modulo 32. */
+TKVCU_DEVICE uint32_t tkvcu_rotate(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
+
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -951,8 +954,8 @@ __global__ void __launch_bounds__(TKVCU_ENCODERS)
  *
  * K's planes are sums of their own, so what the field's place multiplies by is taken out at the end, and a
  * code of 3, 5 or 6 bits is two parts that are added up apart: 2 + 1, 4 + 1, 4 + 2 bits. All of V's planes
- * come into one sum: there the parts are put together, planes 0 and 2 times 1, planes 1 and 3 times 4 where
- * that saves a shift; a quarter of the weight goes with it (TKVCU_QUARTER).
+ * come into one sum: there the parts are put together, a plane's codes stand where that takes the fewest
+ * shifts, and the weights of its tokens are so much smaller.
  *
  *        byte, 2 bits:  3 3 2 2 1 1 0 0      & 0x03 = code of plane 0, & 0x0c = 4 times that of plane 1
  */
@@ -1029,34 +1032,35 @@ template <int W, int P> TKVCU_DEVICE uint32_t tkvcu_field(const tkvcu_tile<W> &x
     return W == 8 ? x.word[v][i] : x.word[v][i] & (((1u << W % 8) - 1u) * 0x01010101u << tkvcu_bit<W>(P));
 }
 
-/* >>V: words i of planes 0 .. 3. 1 to 3 bits: planes 1 and 3 are four times their codes. */
-#define TKVCU_QUARTER(width) ((width) <= 3)
+/* >>V: words i of planes 0 .. 3, codes times 2^(tkvcu_v_bit). */
+TKVCU_DEVICE constexpr int tkvcu_v_bit(int width, int plane) {
+    return width == 1 || width == 3 ? plane : width == 2 ? plane % 2 * 2 : 0;
+}
 
 template <int W> struct tkvcu_v_tile {
     enum { wide = W == 1 || W == 3 ? 2 : W };
     tkvcu_tile<wide> codes; /* of 3 bits, the lower two */
-    tkvcu_tile<1> tops;     /* of 1 and 3 bits */
+    tkvcu_tile<1> tops;     /* of 1 and 3 bits, for which bits 0 .. 3 are to be at 2 .. 5 */
 };
 
 template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i, uint32_t plane[4]) {
     const uint32_t low = W == 1 ? x.tops.word[0][i] : x.codes.word[0][i];
     if constexpr (W == 1) {
         plane[0] = low & 0x01010101u;
-        plane[1] = low << 1 & 0x04040404u;
-        plane[2] = low >> 2 & 0x01010101u;
-        plane[3] = low >> 1 & 0x04040404u;
-    } else if constexpr (W <= 3) {
+        plane[1] = low & 0x02020202u;
+        plane[2] = low & 0x04040404u;
+        plane[3] = low & 0x08080808u;
+    } else if constexpr (W == 2) {
         plane[0] = low & 0x03030303u;
         plane[1] = low & 0x0c0c0c0cu;
         plane[2] = low >> 4 & 0x03030303u;
         plane[3] = low >> 4 & 0x0c0c0c0cu;
-        if (W == 3) {
-            const uint32_t top = x.tops.word[0][i];
-            plane[0] |= top << 2 & 0x04040404u;
-            plane[1] |= top << 3 & 0x10101010u;
-            plane[2] |= top & 0x04040404u;
-            plane[3] |= top << 1 & 0x10101010u;
-        }
+    } else if constexpr (W == 3) { /* top bits stand two bits up: those of plane p above bits p and p + 1 */
+        const uint32_t top = x.tops.word[0][i];
+        plane[0] = (low & 0x03030303u) | (top & 0x04040404u);
+        plane[1] = (low >> 1 & 0x06060606u) | (top & 0x08080808u);
+        plane[2] = (low >> 2 & 0x0c0c0c0cu) | (top & 0x10101010u);
+        plane[3] = (low >> 3 & 0x18181818u) | (top & 0x20202020u);
     } else if constexpr (W == 4) {
         plane[0] = low & 0x0f0f0f0fu;
         plane[1] = low >> 4 & 0x0f0f0f0fu;
@@ -1092,8 +1096,8 @@ TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int 
     }
     if (W == 1 || W == 3) {
         const tkvcu_words w = tkvcu_read_words((from.line ^ (k % 4 * 32u)) + (tkvcu_at)(tops + 128 * k));
-        x.tops.word[0][0] = w.x >> t % 2 * 4;
-        x.tops.word[0][1] = w.y >> t % 2 * 4;
+        x.tops.word[0][0] = tkvcu_rotate(w.x, t % 2 * 4 - (W == 3 ? 2 : 0));
+        x.tops.word[0][1] = tkvcu_rotate(w.y, t % 2 * 4 - (W == 3 ? 2 : 0));
     }
 }
 
@@ -1121,7 +1125,7 @@ TKVCU_DEVICE tkvcu_words tkvcu_pair_points(int second) {
 template <int P> TKVCU_DEVICE uint32_t tkvcu_pair_codes(const tkvcu_v_tile<3> &x, int i) {
     const uint32_t low = x.codes.word[0][i], top = x.tops.word[0][i];
     return (low >> 2 * P & 0x03030303u) | ((P ? low >> 2 : low << 2) & 0x30303030u) |
-           ((P ? top : top << 2) & 0x04040404u) | ((P ? top << 3 : top << 5) & 0x40404040u);
+           ((P ? top >> 2 : top) & 0x04040404u) | ((P ? top << 1 : top << 3) & 0x40404040u);
 }
 
 /* Their first or second channels as a first operand: k are byte 0 of both planes, byte 1 of both, and behind
@@ -1517,6 +1521,7 @@ template <int D, int W, int STRIDE, int TOPS, int NT>
 TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
                                uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     const int upper = t % 2 * 4;
+    const uint32_t *end;
     tkvcu_path<W, STRIDE> path;
     tkvcu_path<1, 32> top_path;
     int i, nt;
@@ -1558,15 +1563,15 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
             TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
         }                                                                                                    \
     }
+    end = q + n / 2 * 64;
     TKVCU_ROLL
-    for (; n > 1; n -= 2) {
+    for (; q != end; q += 64) {
         enum { two = 1 };
         TKVCU_SLABS_
         tkvcu_path_next(path);
         if (TOPS) tkvcu_path_next(top_path);
-        q += 2 * 32;
     }
-    if (n) {
+    if (n % 2) {
         enum { two = 0 };
         TKVCU_SLABS_
     }
@@ -1588,7 +1593,7 @@ template <int NT> TKVCU_DEVICE void tkvcu_k_join(int32_t sum[4][NT][4], const in
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) sum[p][nt][i] += tops[p][nt][i] * (4 << tkvcu_bit<2>(p) - tkvcu_bit<1>(p));
+    for (i = 0; i < 4; i++) sum[p][nt][i] += tops[p][nt][i] * (4 << (tkvcu_bit<2>(p) - tkvcu_bit<1>(p)));
 }
 
 /* s += weight times a part's sums, high and low bytes together. */
@@ -1797,30 +1802,30 @@ TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu
 }
 
 /* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. unit: what
- * 1 of them is. sum: of weights times scales, this lane's. */
+ * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
+ * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
+ * times scales, this lane's. */
 template <int NT>
 TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale, uint8_t *memory,
-                                int quarter, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
+                                uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
                                 int t) {
     const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         float w[4][2], most = TKVCU_TINY, up;
-        sum[nt] = 0.0f;
         TKVCU_UNROLL
         for (k = 0; k < 4; k++) {
             const tkvcu_pair x = scale[8 * k + g];
             w[k][0] = p[k][nt][0] * x.x;
             w[k][1] = p[k][nt][1] * x.y;
-            sum[nt] += w[k][0] + w[k][1];
+            sum[nt] = k ? sum[nt] + (w[k][0] + w[k][1]) : w[k][0] + w[k][1];
             most = fmaxf(fmaxf(most, w[k][0]), w[k][1]);
         }
         most = tkvcu_column_max(most);
         unit[nt] = most * (1.0f / TKVCU_P_MOST);
         up = TKVCU_P_MOST * tkvcu_rcp(most);
-        if (quarter && g & 2) up *= 0.25f; /* tokens of planes 1 and 3 */
+        up = tkvi_from_bits(tkvi_bits(up) - smaller);
         TKVCU_UNROLL
         for (k = 0; k < 4; k++)
             *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) = tkvcu_prmt(
@@ -1979,12 +1984,12 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     tkvcu_follow(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float l = 0.0f;
+        float l;
         TKVCU_UNROLL
-        for (p = 0; p < 4; p++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) {
-            s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], times[nt], least[nt]));
-            l += s[p][nt][i];
+        for (p = 0; p < 4; p++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], times[nt], least[nt]));
+            l = p ? l + (s[p][nt][0] + s[p][nt][1]) : s[p][nt][0] + s[p][nt][1];
         }
         u.soft.l[nt] = fmaf(l, f[nt], u.soft.l[nt]);
     }
@@ -2028,7 +2033,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
                                 const float s[4][NT][2], const float f[NT], const uint8_t *slot) {
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
-    const int pairs = side.half_bits == 3, quarter = !pairs && TKVCU_QUARTER(width);
+    const int pairs = side.half_bits == 3;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
     tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
@@ -2048,7 +2054,7 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
             continue;
         }
-        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), quarter, w[i],
+        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
                           unit[i], sum, me.g, me.t);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {

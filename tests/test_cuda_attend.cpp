@@ -75,8 +75,7 @@ template <int W> static void v_width(const packed *x) {
                 for (int p = 0; p < 4; p++)
                     for (int byte = 0; byte < 4; byte++) {
                         const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
-                        CHECK_EQ(plane[p] >> 8 * byte & 255u,
-                                 (uint32_t)(TKVCU_QUARTER(W) && p % 2 ? 4 * code : code));
+                        CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << tkvcu_v_bit(W, p)));
                     }
             }
         }

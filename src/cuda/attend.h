@@ -373,6 +373,7 @@ template <int D, int W, int STRIDE, int TOPS, int NT>
 TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
                                uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
     const int upper = t % 2 * 4;
+    const uint32_t *end;
     tkvcu_path<W, STRIDE> path;
     tkvcu_path<1, 32> top_path;
     int i, nt;
@@ -414,15 +415,15 @@ TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tk
             TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
         }                                                                                                    \
     }
+    end = q + n / 2 * 64;
     TKVCU_ROLL
-    for (; n > 1; n -= 2) {
+    for (; q != end; q += 64) {
         enum { two = 1 };
         TKVCU_SLABS_
         tkvcu_path_next(path);
         if (TOPS) tkvcu_path_next(top_path);
-        q += 2 * 32;
     }
-    if (n) {
+    if (n % 2) {
         enum { two = 0 };
         TKVCU_SLABS_
     }
@@ -653,30 +654,30 @@ TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu
 }
 
 /* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
- * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. unit: what
- * 1 of them is. sum: of weights times scales, this lane's. */
+ * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
+ * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
+ * times scales, this lane's. */
 template <int NT>
 TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale, uint8_t *memory,
-                                int quarter, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
+                                uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
                                 int t) {
     const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         float w[4][2], most = TKVCU_TINY, up;
-        sum[nt] = 0.0f;
         TKVCU_UNROLL
         for (k = 0; k < 4; k++) {
             const tkvcu_pair x = scale[8 * k + g];
             w[k][0] = p[k][nt][0] * x.x;
             w[k][1] = p[k][nt][1] * x.y;
-            sum[nt] += w[k][0] + w[k][1];
+            sum[nt] = k ? sum[nt] + (w[k][0] + w[k][1]) : w[k][0] + w[k][1];
             most = fmaxf(fmaxf(most, w[k][0]), w[k][1]);
         }
         most = tkvcu_column_max(most);
         unit[nt] = most * (1.0f / TKVCU_P_MOST);
         up = TKVCU_P_MOST * tkvcu_rcp(most);
-        if (quarter && g & 2) up *= 0.25f; /* tokens of planes 1 and 3 */
+        up = tkvi_from_bits(tkvi_bits(up) - smaller);
         TKVCU_UNROLL
         for (k = 0; k < 4; k++)
             *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) = tkvcu_prmt(
@@ -835,12 +836,12 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     tkvcu_follow(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float l = 0.0f;
+        float l;
         TKVCU_UNROLL
-        for (p = 0; p < 4; p++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) {
-            s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], times[nt], least[nt]));
-            l += s[p][nt][i];
+        for (p = 0; p < 4; p++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], times[nt], least[nt]));
+            l = p ? l + (s[p][nt][0] + s[p][nt][1]) : s[p][nt][0] + s[p][nt][1];
         }
         u.soft.l[nt] = fmaf(l, f[nt], u.soft.l[nt]);
     }
@@ -884,7 +885,8 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
                                 const float s[4][NT][2], const float f[NT], const uint8_t *slot) {
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
-    const int pairs = side.half_bits == 3, quarter = !pairs && TKVCU_QUARTER(width);
+    const int pairs = side.half_bits == 3;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
     tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
@@ -904,7 +906,7 @@ TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
             }
             continue;
         }
-        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), quarter, w[i],
+        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
                           unit[i], sum, me.g, me.t);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {

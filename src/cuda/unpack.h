@@ -14,8 +14,8 @@
  *
  * K's planes are sums of their own, so what the field's place multiplies by is taken out at the end, and a
  * code of 3, 5 or 6 bits is two parts that are added up apart: 2 + 1, 4 + 1, 4 + 2 bits. All of V's planes
- * come into one sum: there the parts are put together, planes 0 and 2 times 1, planes 1 and 3 times 4 where
- * that saves a shift; a quarter of the weight goes with it (TKVCU_QUARTER).
+ * come into one sum: there the parts are put together, a plane's codes stand where that takes the fewest
+ * shifts, and the weights of its tokens are so much smaller.
  *
  *        byte, 2 bits:  3 3 2 2 1 1 0 0      & 0x03 = code of plane 0, & 0x0c = 4 times that of plane 1
  */
@@ -93,34 +93,35 @@ template <int W, int P> TKVCU_DEVICE uint32_t tkvcu_field(const tkvcu_tile<W> &x
     return W == 8 ? x.word[v][i] : x.word[v][i] & (((1u << W % 8) - 1u) * 0x01010101u << tkvcu_bit<W>(P));
 }
 
-/* >>V: words i of planes 0 .. 3. 1 to 3 bits: planes 1 and 3 are four times their codes. */
-#define TKVCU_QUARTER(width) ((width) <= 3)
+/* >>V: words i of planes 0 .. 3, codes times 2^(tkvcu_v_bit). */
+TKVCU_DEVICE constexpr int tkvcu_v_bit(int width, int plane) {
+    return width == 1 || width == 3 ? plane : width == 2 ? plane % 2 * 2 : 0;
+}
 
 template <int W> struct tkvcu_v_tile {
     enum { wide = W == 1 || W == 3 ? 2 : W };
     tkvcu_tile<wide> codes; /* of 3 bits, the lower two */
-    tkvcu_tile<1> tops;     /* of 1 and 3 bits */
+    tkvcu_tile<1> tops;     /* of 1 and 3 bits, for which bits 0 .. 3 are to be at 2 .. 5 */
 };
 
 template <int W> TKVCU_DEVICE void tkvcu_planes(const tkvcu_v_tile<W> &x, int i, uint32_t plane[4]) {
     const uint32_t low = W == 1 ? x.tops.word[0][i] : x.codes.word[0][i];
     if constexpr (W == 1) {
         plane[0] = low & 0x01010101u;
-        plane[1] = low << 1 & 0x04040404u;
-        plane[2] = low >> 2 & 0x01010101u;
-        plane[3] = low >> 1 & 0x04040404u;
-    } else if constexpr (W <= 3) {
+        plane[1] = low & 0x02020202u;
+        plane[2] = low & 0x04040404u;
+        plane[3] = low & 0x08080808u;
+    } else if constexpr (W == 2) {
         plane[0] = low & 0x03030303u;
         plane[1] = low & 0x0c0c0c0cu;
         plane[2] = low >> 4 & 0x03030303u;
         plane[3] = low >> 4 & 0x0c0c0c0cu;
-        if (W == 3) {
-            const uint32_t top = x.tops.word[0][i];
-            plane[0] |= top << 2 & 0x04040404u;
-            plane[1] |= top << 3 & 0x10101010u;
-            plane[2] |= top & 0x04040404u;
-            plane[3] |= top << 1 & 0x10101010u;
-        }
+    } else if constexpr (W == 3) { /* top bits stand two bits up: those of plane p above bits p and p + 1 */
+        const uint32_t top = x.tops.word[0][i];
+        plane[0] = (low & 0x03030303u) | (top & 0x04040404u);
+        plane[1] = (low >> 1 & 0x06060606u) | (top & 0x08080808u);
+        plane[2] = (low >> 2 & 0x0c0c0c0cu) | (top & 0x10101010u);
+        plane[3] = (low >> 3 & 0x18181818u) | (top & 0x20202020u);
     } else if constexpr (W == 4) {
         plane[0] = low & 0x0f0f0f0fu;
         plane[1] = low >> 4 & 0x0f0f0f0fu;
@@ -156,8 +157,8 @@ TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int 
     }
     if (W == 1 || W == 3) {
         const tkvcu_words w = tkvcu_read_words((from.line ^ (k % 4 * 32u)) + (tkvcu_at)(tops + 128 * k));
-        x.tops.word[0][0] = w.x >> t % 2 * 4;
-        x.tops.word[0][1] = w.y >> t % 2 * 4;
+        x.tops.word[0][0] = tkvcu_rotate(w.x, t % 2 * 4 - (W == 3 ? 2 : 0));
+        x.tops.word[0][1] = tkvcu_rotate(w.y, t % 2 * 4 - (W == 3 ? 2 : 0));
     }
 }
 
@@ -185,7 +186,7 @@ TKVCU_DEVICE tkvcu_words tkvcu_pair_points(int second) {
 template <int P> TKVCU_DEVICE uint32_t tkvcu_pair_codes(const tkvcu_v_tile<3> &x, int i) {
     const uint32_t low = x.codes.word[0][i], top = x.tops.word[0][i];
     return (low >> 2 * P & 0x03030303u) | ((P ? low >> 2 : low << 2) & 0x30303030u) |
-           ((P ? top : top << 2) & 0x04040404u) | ((P ? top << 3 : top << 5) & 0x40404040u);
+           ((P ? top >> 2 : top) & 0x04040404u) | ((P ? top << 1 : top << 3) & 0x40404040u);
 }
 
 /* Their first or second channels as a first operand: k are byte 0 of both planes, byte 1 of both, and behind
