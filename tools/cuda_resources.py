@@ -225,7 +225,7 @@ class Lab:
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        parts = [n[6], n[6], n[5], n[4], n[3], n[2], n[1], 8 if half_bits == 16 else 0]
+        parts = [n[6], n[5], n[6], n[4], n[3], n[2], n[1], 8 if half_bits == 16 else 0]
         return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
 

@@ -439,13 +439,24 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* Upper bits of 3 come to the lower two: by what their fields' places leave to 4 times these. */
-template <int NT> TKVCU_DEVICE void tkvcu_k_join(int32_t sum[4][NT][4], const int32_t tops[4][NT][4]) {
+/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
+ * count is decided by where the fields stand. */
+template <int D, int W, int STRIDE, int NT>
+TKVCU_DEVICE void tkvcu_k_both(int32_t sum[4][NT][4], tkvcu_at codes, uint32_t at, uint32_t tops_at,
+                               const uint32_t *q, int n, int g, int t) {
+    int32_t tops[4][NT][4];
     int p, nt, i;
+    tkvcu_clear<NT>(tops);
+    if (NT == 1) tkvcu_k_part<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
+    else
+        tkvcu_k_part<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
+                                      t); /* one after the other: registers */
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) sum[p][nt][i] += tops[p][nt][i] * (4 << (tkvcu_bit<2>(p) - tkvcu_bit<1>(p)));
+    for (i = 0; i < 4; i++)
+        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_bit<W>(p))) >> tkvcu_bit<1>(p));
+    if (NT > 1) tkvcu_k_part<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
 }
 
 /* s += weight times a part's sums, high and low bytes together. */
@@ -461,54 +472,44 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
 }
 
 /* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
- * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 448, and there are 128 channels. */
+ * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
                                 int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
     const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
-                   at3 = at4 + (uint32_t)(512 * n4);
+                   at3 = at4 + (uint32_t)(512 * n4), at2 = at3 + (uint32_t)(256 * n3);
     const uint32_t tops5 = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
     const uint32_t tops3 = tops5 + (uint32_t)(128 * n5), tops1 = tops3 + (uint32_t)(128 * n3);
     const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
-    int32_t sum[4][NT][4], tops[4][NT][4];
+    int32_t sum[4][NT][4];
+    if (n6) {
+        tkvcu_clear<NT>(sum);
+        tkvcu_k_part<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
+        tkvcu_k_add<2, NT>(s, sum, 16.0f);
+    }
     if (n6 + n5 + n4) {
         tkvcu_clear<NT>(sum);
-        if (n6) {
-            tkvcu_clear<NT>(tops);
-            tkvcu_k_part<D, 4, 192, 0, NT>(sum, tops, codes, 0, 0, q, n6, g, t);
-            tkvcu_k_part<D, 2, 192, 0, NT>(tops, tops, codes, 128, 0, q, n6, g, t);
-            tkvcu_k_add<2, NT>(s, tops, 16.0f);
-        }
-        if (n5) {
-            tkvcu_clear<NT>(tops);
-            tkvcu_k_part<D, 4, 128, 1, NT>(sum, tops, codes, at5, tops5, q + 32 * n6, n5, g, t);
-            tkvcu_k_add<1, NT>(s, tops, 16.0f);
-        }
-        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, tops, codes, at4, 0, q3 - 32 * n4, n4, g, t);
+        if (n5) tkvcu_k_both<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
+        if (n6) tkvcu_k_part<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
+        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
         tkvcu_k_add<4, NT>(s, sum, 1.0f);
     }
     if (n3 + n2) {
         tkvcu_clear<NT>(sum);
-        if (n3) {
-            tkvcu_clear<NT>(tops);
-            tkvcu_k_part<D, 2, 64, 1, NT>(sum, tops, codes, at3, tops3, q3, n3, g, t);
-            tkvcu_k_join<NT>(sum, tops);
-        }
-        if (n2)
-            tkvcu_k_part<D, 2, 64, 0, NT>(sum, tops, codes, at3 + (uint32_t)(256 * n3), 0, q3 + 32 * n3, n2,
-                                          g, t);
+        if (n3) tkvcu_k_both<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
+        if (n2) tkvcu_k_part<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
         tkvcu_k_add<2, NT>(s, sum, 1.0f);
     }
     if (n1) {
         tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 1, 32, 0, NT>(sum, tops, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
+        tkvcu_k_part<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
         tkvcu_k_add<1, NT>(s, sum, 1.0f);
     }
     if (side.half_bits == 16) { /* Q8 */
         tkvcu_clear<NT>(sum);
-        tkvcu_k_part<D, 8, 256, 0, NT>(sum, tops, codes, 0, 0, q, D / 16, g, t);
+        tkvcu_k_part<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
         tkvcu_k_add<8, NT>(s, sum, 1.0f);
     }
 }
@@ -586,8 +587,8 @@ TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8
     for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
     TKVCU_ROLL
     for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
-        const uint32_t low = tkvcu_one(slot, (uint32_t)(16 * k + 4 * me.t));
-        const uint32_t high = tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * me.t));
+        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_kept(me.t));
+        const uint32_t low = tkvcu_one(slot, at), high = tkvcu_one(slot, D + at);
         const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
                        a[4] = {x, x, y, y};
         TKVCU_UNROLL
@@ -1312,7 +1313,12 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 }
 
 /* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
+#define TKVCU_RESIDENT(NT)                                                                                   \
+    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+#else
 #define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
+#endif
 
 template <int D, int NT, int VG>
 __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {

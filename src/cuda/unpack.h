@@ -53,6 +53,7 @@ template <int W, int STRIDE> struct tkvcu_path { tkvcu_at vector[2][tkvcu_tile<W
 template <int W, int STRIDE>
 TKVCU_DEVICE void tkvcu_path_start(tkvcu_path<W, STRIDE> &x, tkvcu_at codes, uint32_t from, int g, int t) {
     int v;
+    if (STRIDE > 128) t = tkvcu_kept(t); /* seldom: no register shall wait for it */
     from += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
     TKVCU_UNROLL
     for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
@@ -147,10 +148,10 @@ TKVCU_DEVICE void tkvcu_fetch_v(tkvcu_v_tile<W> &x, const tkvcu_v_at &from, int 
     int v;
     TKVCU_UNROLL
     for (v = 0; v < n && W != 1; v++) {
-        const tkvcu_at place = wide == 2 ? from.narrow ^ (k % 2 * 64u)
-                               : wide == 4
-                                   ? from.wide ^ (v * 64u)
-                                   : from.codes + tkvcu_place((uint32_t)(t * stride + 8 * g + 64 * v));
+        const tkvcu_at place =
+            wide == 2   ? from.narrow ^ (k % 2 * 64u)
+            : wide == 4 ? from.wide ^ (v * 64u)
+                        : from.codes + tkvcu_place((uint32_t)(tkvcu_kept(t) * stride + 8 * g + 64 * v));
         const tkvcu_words w = tkvcu_read_words(place + (tkvcu_at)(k * 4 * stride));
         x.codes.word[v][0] = w.x;
         x.codes.word[v][1] = w.y;
