@@ -81,9 +81,9 @@ __device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, in
 }
 
 /* This CTA's side of a block goes to another region. */
-__device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk *d,
-                                         int seq, const tkvcu_ages *a, int block, int head, int which,
-                                         int to_version) {
+template <int Dim>
+TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk<Dim> *d, int seq,
+                             const tkvcu_ages *a, int block, int head, int which, int to_version) {
     const int copy = c->same && a->from == TKVCU_WARM;
     const int version =
         a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
@@ -93,21 +93,20 @@ __device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append
     uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
     uint32_t i;
     if (copy) {
-        for (i = 8 * threadIdx.x; i < to->bytes; i += 8 * blockDim.x)
-            tkvi_store8(dst + i, tkvi_load8(src + i));
+        for (i = 16 * threadIdx.x; i < to->bytes; i += 16 * blockDim.x)
+            *(tkvcu_16 *)(void *)(dst + i) = *(const tkvcu_16 *)(const void *)(src + i);
         __syncthreads();
     } else {
-        if (threadIdx.x == 0) {
-            tkvcu_side_open(v, from, which, 0, &d->format[0], &d->side[0]);
-            tkvcu_side_open(v, to, which, c->fit, &d->format[1], &d->side[1]);
+        if (threadIdx.x % 32 == 0 && threadIdx.x < 64) { /* a warp for each side */
+            const int side = (int)threadIdx.x / 32;
+            tkvcu_side_open(v, side ? to : from, which, side ? c->fit : 0, &d->format[side], &d->side[side]);
         }
         __syncthreads();
-        tkvcu_decode(d, from, src);
-        tkvcu_encode(d, to->kind, dst);
+        tkvcu_decode<Dim>(d, from, src);
+        tkvcu_encode<Dim>(d, to->kind, dst);
     }
     if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
-        for (i = to->at + to->bytes + 8 * threadIdx.x; i < v->block[a->to]; i += 8 * blockDim.x)
-            tkvi_store8(whole + i, 0);
+        tkvcu_zero_bytes(whole + to->at + to->bytes, v->block[a->to] - to->at - to->bytes);
 }
 
 /* >>new tokens */
@@ -120,10 +119,11 @@ __device__ static inline uint8_t *tkvcu_row_at(const tkvcu_view *v, int seq, int
     return tkvcu_block_at(v, region, seq, block) + tkvcu_side_at(v, 0, region, head, which)->at;
 }
 
-__device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                               int row, int len, int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+template <int Dim>
+TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq, int row, int len,
+                                   int head, int which) {
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int t, i, place;
     for (t = 0; t < c->n_tokens; t++) { /* blocks that begin: clean, as the host's */
         uint8_t *bytes = tkvcu_row_at(v, seq, len + t, head, which, &place);
@@ -132,28 +132,29 @@ __device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_
                 bytes, tkvcu_side_at(v, 0, len + t < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bytes);
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x) {
-        const int position = len + i / dim;
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x) {
+        const int position = len + i / Dim;
         uint8_t *bytes = tkvcu_row_at(v, seq, position, head, which, &place);
         const int bf16 =
             tkvcu_side_at(v, 0, position < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bf16;
-        const ptrdiff_t at = first + (ptrdiff_t)(i / dim) * stride + i % dim;
-        float x = tkvi_element(c->x[which], (tkv_type)c->type, at);
+        const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
+        float x = tkvi_element(which ? c->x[1] : c->x[0], (tkv_type)c->type, at);
         if (c->saturate) x = tkvi_saturate(x);
-        tkvi_store16(bytes + 2 * ((size_t)place * (size_t)dim + (size_t)(i % dim)),
-                     bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x));
+        *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
+            bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
     }
 }
 
 /* Is there a NaN or an infinity among what this CTA stores? */
-__device__ static inline int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row,
-                                            int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+template <int Dim>
+TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row, int head,
+                                int which) {
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int i, bad = 0;
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(
-            tkvi_element(c->x[which], (tkv_type)c->type, first + (ptrdiff_t)(i / dim) * stride + i % dim));
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
+        bad |= !tkvi_is_finite(tkvi_element(which ? c->x[1] : c->x[0], (tkv_type)c->type,
+                                            first + (ptrdiff_t)(i / Dim) * stride + i % Dim));
     return __syncthreads_or(bad);
 }
 
@@ -166,8 +167,7 @@ __device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seq
 }
 
 /* What has been done becomes the state. */
-__device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                           int refused) {
+TKVCU_DEVICE void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq, int refused) {
     tkvcu_list *list = &v->list[seq];
     tkvcu_ages a = tkvcu_ages_of(list, v->sinks, c->hot, c->warm);
     while (tkvcu_age_next(&a))
@@ -180,8 +180,10 @@ __device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_appe
     list->step = 0;
 }
 
-__global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
-    TKVCU_SHARED(tkvcu_desk, d);
+template <int Dim>
+__global__ void __launch_bounds__(tkvcu_desk<Dim>::THREADS)
+    tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
+    TKVCU_SHARED(tkvcu_desk<Dim>, d);
     const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
     const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
     tkvcu_list list;
@@ -193,10 +195,11 @@ __global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view
         if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
         return;
     }
-    if (!c.saturate) bad = tkvcu_rows_bad(&v, &c, row, head, which);
+    if (!c.saturate) bad = tkvcu_rows_bad<Dim>(&v, &c, row, head, which);
     a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
-    while (tkvcu_age_next(&a)) tkvcu_move(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
-    if (!bad) tkvcu_store_rows(&v, &c, seq, row, list.len, head, which);
+    while (tkvcu_age_next(&a))
+        tkvcu_move<Dim>(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+    if (!bad) tkvcu_store_rows<Dim>(&v, &c, seq, row, list.len, head, which);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -210,9 +213,25 @@ __global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view
     }
 }
 
+/* The kernel for a head_dim, its threads, its shared memory. */
+typedef struct tkvcu_appender {
+    void (*kernel)(tkvcu_view v, tkvcu_append_call c);
+    int threads;
+    size_t shared;
+} tkvcu_appender;
+
+static tkvcu_appender tkvcu_appender_of(int head_dim) {
+    static const tkvcu_appender all[2] = {
+        {tkvcu_append_kernel<64>, tkvcu_desk<64>::THREADS, sizeof(tkvcu_desk<64>)},
+        {tkvcu_append_kernel<128>, tkvcu_desk<128>::THREADS, sizeof(tkvcu_desk<128>)}};
+    return all[head_dim == 128];
+}
+
 /* >>cuts */
+#define TKVCU_TRIMMERS 128 /* threads */
+
 /* A thread for each sequence: all of its layers, or none. */
-__global__ void __launch_bounds__(TKVCU_ENCODERS)
+__global__ void __launch_bounds__(TKVCU_TRIMMERS)
     tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
                       const int32_t *lengths, uint32_t *word) {
     const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);
