@@ -141,6 +141,7 @@ TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call 
     if (len + c->n_tokens > v->sinks + TKVI_BLOCK * begins)
         tkvcu_zero_bytes(hot_base + (size_t)(begins % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT], hot.bytes);
     __syncthreads();
+    TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x) {
         const int position = len + i / Dim, behind = position - v->sinks, is_hot = behind >= 0;
         const int place = is_hot ? behind % TKVI_BLOCK : position;
@@ -162,6 +163,7 @@ TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c,
     const int stride = v->n_kv_heads * Dim;
     const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int i, bad = 0;
+    TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
         bad |= !tkvi_is_finite(tkvi_element(which ? c->x[1] : c->x[0], (tkv_type)c->type,
                                             first + (ptrdiff_t)(i / Dim) * stride + i % Dim));

@@ -26,6 +26,7 @@ TKVCU_DEVICE int tkvcu_me(void) {
 #else
     int me;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(me));
+    __builtin_assume(me >= 0);
     return me;
 #endif
 }
@@ -255,10 +256,11 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const
         for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
             *(tkvcu_16 *)(void *)(d->bytes + i) = *(const tkvcu_16 *)(const void *)(src + i);
         __syncthreads();
-        for (i = me; i < Dim / 4 * 8; i += all) { /* an eighth of a tile */
-            const int width = tkvcu_tile_of(s, i / 8, &at), from_byte = i % 8 * 8;
-            for (p = 0; p < 4; p++) tkvi_store8(d->code[i / 8] + 64 * p + from_byte, 0);
-            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[i / 8], from_byte, from_byte + 8);
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
+            const int width = tkvcu_tile_of(s, tile, &at);
+            for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
+            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
         for (i = me; i < n; i += all)
             tkvcu_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
@@ -518,14 +520,16 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_desk<Dim> *d, int kind, 
     else tkvcu_encode_kivi_v<Dim>(d);
     __syncthreads();
     for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_16 *)(void *)(d->bytes + i) = none;
-    for (upper = 0; upper < 2;
-         upper++) { /* of two tiles that share a vector of 1-bit halves, one after the other */
+    /* Of two tiles that share a vector of 1-bit halves, one after the other. */
+    TKVCU_ROLL
+    for (upper = 0; upper < 2; upper++) {
         __syncthreads();
-        for (i = me; i < Dim / 4 * 8; i += all) { /* an eighth of a tile */
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
             tkvi_tile_at at;
-            const int width = tkvcu_tile_of(s, i / 8, &at);
+            const int width = tkvcu_tile_of(s, tile, &at);
             if (width && (tkvi_has_half[width] && at.half % 2) == upper)
-                tkvi_pack_part(d->bytes, &at, width, d->code[i / 8], i % 8 * 8, i % 8 * 8 + 8);
+                tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
         }
     }
     __syncthreads();
