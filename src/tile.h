@@ -132,7 +132,9 @@ TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, c
                             int end) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low) tkvi_pack_planes(wide, code, low, 0, from, end);
+    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* widths that the compiler knows */
+    else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
+    else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
     if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
     if (tkvi_has_half[width])
         tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
