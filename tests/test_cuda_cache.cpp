@@ -942,6 +942,23 @@ TEST(tables) {
     rig_close(&third);
 }
 
+/* Every way to fit scale and zero, with as many threads on a group as each head_dim gives it. */
+TEST(fits) {
+    static const int fit[] = {TKV_FIT_CLIP, TKV_FIT_NORM, TKV_FIT_UNBIASED, TKV_FIT_CLIP | TKV_FIT_NORM,
+                              TKV_FIT_CLIP | TKV_FIT_UNBIASED};
+    size_t i;
+    int dim;
+    for (i = 0; i < sizeof fit / sizeof *fit; i++)
+        for (dim = 64; dim <= 128; dim += 64) {
+            tkv_config cfg = config_of("kivi", dim);
+            rig r;
+            cfg.fit = fit[i];
+            cfg.hot_tokens = cfg.warm_tokens = 64;
+            if (rig_alike(&r, &cfg)) grow(&r, 0, 280, 1);
+            rig_close(&r);
+        }
+}
+
 /* Blocks of threads come in any order: a head's block enters the warm ring, coded with another table and so in another
  * place, while another head's is still read. */
 TEST(blocks_of_threads_in_any_order) {
@@ -1001,6 +1018,7 @@ int main(int argc, char **argv) {
     RUN(short_prompts);
     RUN(import_refuses);
     RUN(tables);
+    RUN(fits);
     RUN(blocks_of_threads_in_any_order);
     RUN(texts);
     return tkv_test_end();
