@@ -359,7 +359,12 @@ TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size
 }
 
 /* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
-template <class T> TKVCU_DEVICE T tkvcu_kept(T x) {
+TKVCU_DEVICE uint32_t tkvcu_kept(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+TKVCU_DEVICE int tkvcu_kept(int x) { /* not negative */
     asm volatile("" : "+r"(x));
     __builtin_assume(x >= 0);
     return x;
