@@ -64,9 +64,9 @@ extern "C" {
 #endif
 
 /* >>limits and codes */
-#define TKVCU_MAX_APPEND 64 /* tokens of a sequence in one call */
-#define TKVCU_MAX_QUERIES 8 /* the same */
-#define TKVCU_MAX_GROUP 16  /* query heads on a KV head */
+#define TKVCU_MAX_APPEND 64  /* tokens of a sequence in one call */
+#define TKVCU_MAX_QUERIES 64 /* the same */
+#define TKVCU_MAX_GROUP 16   /* query heads on a KV head */
 
 #define TKVCU_ERR_CUDA (-101)        /* the runtime refused; tkvcu_last_error says what it said */
 #define TKVCU_ERR_UNSUPPORTED (-102) /* tieredkv.h can do it, this file cannot */
