@@ -2651,8 +2651,18 @@ TKVCU_DEVICE float tkvcu_power(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* Rows of tiles have their chunks of 16 bytes turned about: neighbours, and every second of 16, are in all banks. */
-TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) { return 16 * (chunk ^ ((row ^ row >> 3) & 7)); }
+/* The same number, but what is worked out from it is worked out here, and not before a loop in registers that the loop
+ * then lacks. */
+TKVCU_DEVICE int tkvcu_anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they are in
+ * all banks. The same every 16 rows. */
+TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
+    return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7));
+}
 
 /* >>codes to halves */
 TKVCU_DEVICE tkvcu_words tkvcu_words_at(const uint8_t *p) { return *(const tkvcu_words *)(const void *)p; }
@@ -2727,16 +2737,18 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_k(tkvcu_prefill<D, MT> &s,
         uint32_t code[2][4];
         tkvcu_slab_codes(code, s.slab[0][n], s.raw[0], g, t);
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            const int row = 16 * p + 2 * g + i;
-            const uint32_t x = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 0), 0xe400e400u);
-            const uint32_t y = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 1), 0xe400e400u);
-            tkvcu_words out;
-            out.x = tkvcu_hmul2(tkvcu_add_halves(x, fine.x), scale.x);
-            out.y = tkvcu_hmul2(tkvcu_add_halves(y, fine.y), scale.y);
-            *(tkvcu_words *)(void *)(tile + row * (2 * D) + tkvcu_turned_about(row, 2 * n + t / 2) +
-                                     t % 2 * 8) = out;
+        for (i = 0; i < 2; i++) {
+            const int row = 2 * g + i;
+            uint8_t *to = tile + row * (2 * D) + tkvcu_turned_about(row, 2 * n + t / 2) + t % 2 * 8;
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) {
+                const uint32_t x = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 0), 0xe400e400u);
+                const uint32_t y = tkvcu_add_halves(tkvcu_byte_halves(code[i][p], 1), 0xe400e400u);
+                tkvcu_words out;
+                out.x = tkvcu_hmul2(tkvcu_add_halves(x, fine.x), scale.x);
+                out.y = tkvcu_hmul2(tkvcu_add_halves(y, fine.y), scale.y);
+                *(tkvcu_words *)(void *)(to + 16 * p * (2 * D)) = out;
+            }
         }
     }
 }
@@ -2777,7 +2789,8 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s,
             const tkvcu_eight plus = *(const tkvcu_eight *)(const void *)(zero + 4 * p);
             TKVCU_UNROLL
             for (i = 0; i < 2; i++) {
-                const int row = (pairs ? 32 : 16) * n + 16 * h + 2 * g + i;
+                const int row = 2 * g + i;
+                uint8_t *to = tile + 128 * ((pairs ? 32 : 16) * n + 16 * h + row);
                 tkvcu_eight out;
                 int k;
                 TKVCU_UNROLL
@@ -2787,7 +2800,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s,
                     out.w[k] = tkvcu_hfma2(tkvcu_add_halves(tkvcu_byte_halves(bytes, k % 2), minus), by.w[k],
                                            plus.w[k]);
                 }
-                *(tkvcu_eight *)(void *)(tile + row * 128 + tkvcu_turned_about(row, 2 * t + p / 2)) = out;
+                *(tkvcu_eight *)(void *)(to + tkvcu_turned_about(row, 2 * t + p / 2)) = out;
             }
         }
     }
@@ -2806,6 +2819,7 @@ TKVCU_DEVICE void tkvcu_open_exact(tkvcu_prefill<D, MT> &s, int which, int rows,
     const uint8_t *raw = s.raw[which];
     uint8_t *tile = (uint8_t *)(which ? s.v : s.k);
     int i, k;
+    TKVCU_ROLL
     for (i = tid; i < TKVCU_STRIP * D / 8; i += TKVCU_PREFILL_THREADS) {
         tkvcu_eight x = {{0, 0, 0, 0}}, y = {{0, 0, 0, 0}};
         if (!which) {
@@ -2883,6 +2897,7 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
         x.scale = tkvi_log_value(meta[tid], side.top) * (side.half_bits == 3 ? 1.0f / 64.0f : 0.5f);
     } else if (side.kind == TKVCU_EXACT && side.bf16) {
         int most = 0;
+        TKVCU_ROLL
         for (i = tid; i < rows * D; i += TKVCU_PREFILL_THREADS)
             most = tkvi_max(most, ((const uint16_t *)(const void *)s.raw[which])[i] & 0x7fff);
         x.most = tkvcu_bf16_lo((uint32_t)most);
@@ -2936,16 +2951,17 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u
 /* Second operands of two n-tiles: rows first .. first + 15 of a tile, halves 16 step and on. */
 TKVCU_DEVICE void tkvcu_operands(uint32_t b[4], const uint16_t *tile, int stride, int first, int step,
                                  int lane) {
-    const int row = first + lane % 8 + lane / 16 * 8;
-    tkvcu_ldmatrix_x4(b, (const uint8_t *)tile + row * stride +
+    const int row = lane % 8 + lane / 16 * 8;
+    tkvcu_ldmatrix_x4(b, (const uint8_t *)tile + first * stride + row * stride +
                              tkvcu_turned_about(row, 2 * step + lane / 8 % 2));
 }
 
 /* First operands: rows of q, channels 16 step and on. */
 template <int D>
 TKVCU_DEVICE void tkvcu_q_operand(uint32_t a[4], const uint16_t *q, int first, int step, int lane) {
-    const int row = first + lane % 16;
-    tkvcu_ldmatrix_x4(a, (const uint8_t *)q + row * (2 * D) + tkvcu_turned_about(row, 2 * step + lane / 16));
+    const int row = lane % 16;
+    tkvcu_ldmatrix_x4(a, (const uint8_t *)q + first * (2 * D) + row * (2 * D) +
+                             tkvcu_turned_about(row, 2 * step + lane / 16));
 }
 
 TKVCU_DEVICE uint32_t tkvcu_two_halves(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
@@ -3020,6 +3036,7 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     TKVCU_ROLL
     for (at = 0; at < strip.rows; at += TKVCU_STRIP) {
         float x[MT][TKVCU_STRIP / 8][4], most[MT][2];
+        uint32_t p[TKVCU_STRIP / 16][MT][4]; /* weights as first operands */
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
@@ -3060,26 +3077,25 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         tkvcu_follow_rows(u, most);
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            x[mt][n][i] = tkvcu_ex2(x[mt][n][i] + (TKVCU_LIFT - u.m[mt][i / 2]));
-            u.l[mt][i / 2] += x[mt][n][i];
+        for (n = 0; n < TKVCU_STRIP / 8; n++) {
+            float w[4];
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) {
+                w[i] = tkvcu_ex2(x[mt][n][i] + (TKVCU_LIFT - u.m[mt][i / 2]));
+                u.l[mt][i / 2] += w[i];
+            }
+            p[n / 2][mt][n % 2 * 2] = tkvcu_f16x2(w[0], w[1]);
+            p[n / 2][mt][n % 2 * 2 + 1] = tkvcu_f16x2(w[2], w[3]);
         }
         TKVCU_UNROLL
-        for (n = 0; n < TKVCU_STRIP / 8; n += 2) {
-            uint32_t p[MT][4], b[4];
+        for (n = 0; n < TKVCU_STRIP / 16; n++) TKVCU_UNROLL
+        for (c = 0; c < D / 8; c += 2) {
+            uint32_t b[4];
+            tkvcu_operands(b, s.v, 128, 8 * c, at / 16 + n, lane);
             TKVCU_UNROLL
-            for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++)
-                p[mt][i] = tkvcu_f16x2(x[mt][n + i / 2][i % 2 * 2], x[mt][n + i / 2][i % 2 * 2 + 1]);
-            TKVCU_UNROLL
-            for (c = 0; c < D / 8; c += 2) {
-                tkvcu_operands(b, s.v, 128, 8 * c, at / 16 + n / 2, lane);
-                TKVCU_UNROLL
-                for (mt = 0; mt < MT; mt++) {
-                    tkvcu_mma_f16(u.o[mt][c], p[mt], b);
-                    tkvcu_mma_f16(u.o[mt][c + 1], p[mt], b + 2);
-                }
+            for (mt = 0; mt < MT; mt++) {
+                tkvcu_mma_f16(u.o[mt][c], p[n][mt], b);
+                tkvcu_mma_f16(u.o[mt][c + 1], p[n][mt], b + 2);
             }
         }
     }
@@ -3108,25 +3124,24 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
             x[i] = column < task.columns
                        ? sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
                        : 0.0f;
-            if (order) bias += x[i] * j.view.mean[table + c];
             most = fmaxf(most, fabsf(x[i]));
         }
         TKVCU_UNROLL
-        for (i = 16; i > 0; i /= 2) {
-            bias += __shfl_xor_sync(0xffffffffu, bias, i);
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        }
+        for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
         exponent = tkvi_max(TKVCU_EXPONENT_LEAST, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
         by = tkvcu_power(-exponent);
         TKVCU_UNROLL
         for (i = 0; i < D / 32; i++) {
             const int c = lane + 32 * i;
-            s.q[(r * (2 * D) + tkvcu_turned_about(r, c / 8)) / 2 + c % 8] =
-                (uint16_t)tkvcu_f16x2(x[i] * by, 0.0f);
+            const uint32_t half = tkvcu_f16x2(x[i] * by, 0.0f);
+            s.q[(r * (2 * D) + tkvcu_turned_about(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
+            if (order) bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* as exact keys are multiplied */
         }
+        TKVCU_UNROLL
+        for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
         if (lane == 0) {
             s.factor[r] = tkvcu_power(exponent);
-            s.bias[r] = bias * by;
+            s.bias[r] = bias;
             s.query[r] = task.reach.len - j.n_queries + query;
         }
     }
@@ -3173,6 +3188,7 @@ TKVCU_DEVICE void tkvcu_prefill_run(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
         region = k.part == 0 ? TKVCU_ARCHIVE : TKVCU_WARM;
         first = k.at + (k.part == 0 ? k.reach.first : tkvi_max(k.reach.first, list.archive));
         version = of[first];
+        TKVCU_ROLL
         for (i = tid; i < n; i += TKVCU_PREFILL_THREADS)
             if (of[first + i] != version) {
                 atomicMax(&s.tail, n - i);
@@ -3245,28 +3261,29 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u,
                                       int tid) {
-    const int warp = tid / 32, lane = tid % 32, exact = s.task.region >= TKVCU_SINKS;
     tkvcu_strip strip = tkvcu_next_strip(j, s, s.task.first);
     tkvcu_fetch_strip(j, s, strip, tid);
     TKVCU_ROLL
     while (strip.rows > 0) {
-        const tkvcu_strip next = tkvcu_next_strip(j, s, strip.at + strip.units);
-        int exponent;
+        int exponent, me;
         tkvcu_cp_async_wait<0>();
         __syncthreads();
-        exponent = tkvcu_unit_scales(s, u, strip.rows, tid);
+        exponent = tkvcu_unit_scales(s, u, strip.rows, tkvcu_anew(tid));
         __syncthreads();
-        if (exact) {
-            tkvcu_open_exact(s, 0, strip.rows, tkvcu_power(-exponent), tid);
-            tkvcu_open_exact(s, 1, strip.rows, tkvcu_power(-u.top), tid);
+        me = tkvcu_anew(tid);
+        if (s.task.region >= TKVCU_SINKS) {
+            tkvcu_open_exact(s, 0, strip.rows, tkvcu_power(-exponent), me);
+            tkvcu_open_exact(s, 1, strip.rows, tkvcu_power(-u.top), me);
         } else {
-            tkvcu_open_k(s, warp, lane % 8, lane / 8);
-            tkvcu_open_v(s, warp, lane % 8, lane / 8);
+            tkvcu_open_k(s, me / 32, me % 8, me % 32 / 8);
+            tkvcu_open_v(s, me / 32, me % 8, me % 32 / 8);
         }
         __syncthreads();
-        tkvcu_fetch_strip(j, s, next, tid);
-        if (16 * MT * warp < s.task.columns_here) tkvcu_multiply(j, s, u, strip, exponent, warp, lane);
-        strip = next;
+        tkvcu_fetch_strip(j, s, tkvcu_next_strip(j, s, strip.at + strip.units), tkvcu_anew(tid));
+        me = tkvcu_anew(tid);
+        if (16 * MT * (me / 32) < s.task.columns_here)
+            tkvcu_multiply(j, s, u, strip, exponent, me / 32, me % 32);
+        strip = tkvcu_next_strip(j, s, strip.at + strip.units); /* again: no register is kept meanwhile */
     }
     __syncthreads();
 }
@@ -3290,11 +3307,12 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_rows<D, MT> &u
 /* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s,
-                                 const tkvcu_rows<D, MT> &u, int warp, int lane) {
+                                 const tkvcu_rows<D, MT> &u, int tid) {
     const tkvcu_prefill_task &k = s.task;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(64 * MT * (D + 2));
     const float unit = tkvcu_power(u.top);
+    const int warp = tid / 32, lane = tid % 32;
     int mt, i, c, by;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -3365,10 +3383,10 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         tkvcu_rows<D, MT> u;
         tkvcu_begin_rows(u);
         while (s.task.left > 0) {
-            tkvcu_prefill_run(j, s, tid);
+            tkvcu_prefill_run(j, s, tkvcu_anew(tid));
             tkvcu_prefill_units(j, s, u, tid);
         }
-        tkvcu_put_rows(j, s, u, tid / 32, tid % 32);
+        tkvcu_put_rows(j, s, u, tkvcu_anew(tid));
         __syncthreads();
         if (tid == 0) tkvcu_prefill_part(j, s.task, ends);
         __syncthreads();
