@@ -99,6 +99,7 @@ typedef struct options {
     int window, sinks, queries;
     tkv_type type;
     const int32_t *map; /* NULL: row i is sequence i */
+    float q_size;       /* 0: 1 */
 } options;
 
 #define UNWRITTEN 7.5f
@@ -131,7 +132,7 @@ static result attend(rig *r, const options *o, uint64_t seed) {
     x.want.assign(all, UNWRITTEN);
     x.lse.assign((size_t)(n_seqs * o->queries * heads), UNWRITTEN);
     x.lse_want = x.lse;
-    tkv_rng_fill(&rng, q.data(), all, 1.0);
+    tkv_rng_fill(&rng, q.data(), all, o->q_size != 0.0f ? o->q_size : 1.0);
     for (i = 0; i < all && !wide; i++) {
         q16[i] = as_half(o->type, q[i]);
         q[i] = of_half(o->type, q16[i]);
@@ -182,7 +183,7 @@ static double distance(const std::vector<float> &a, const std::vector<float> &b,
     return worst;
 }
 
-static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL};
+static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL, 0.0f};
 
 /* The bound of the design, and what a bfloat16 of out cannot show. */
 static void measure(rig *r, const options *o, const char *name) {
