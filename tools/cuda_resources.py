@@ -63,6 +63,8 @@ int main(int argc, char **argv) {
         tkvcu_attend_of(&cu->split, cfg.head_dim, nt, &shared);
         printf("%d %zu ", cu->split.groups, shared);
     }
+    if (cfg.head_dim == 64) printf("%zu %zu", sizeof(tkvcu_prefill<64, 1>), sizeof(tkvcu_prefill<64, 2>));
+    else printf("%zu %zu", sizeof(tkvcu_prefill<128, 1>), sizeof(tkvcu_prefill<128, 2>));
     const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;
     for (int i = 0; i < 2; i++, s++)
         printf("\\n%d %d %d %d %d %d %d %d %d %d %d %d %u %u", s->kind, s->half_bits, s->group, s->slabs[0],
@@ -180,16 +182,16 @@ def nvcc(arch, source, out):
                 os.path.join(ROOT, "src", "cuda"), "-o", out, source])
 
 
-def kernels(text):
-    """From ptxas -v: {(head_dim, n-tiles, groups): (registers, bytes of spills, of local arrays)}."""
+def kernels(text, which):
+    """From ptxas -v: {(head_dim, n-tiles, groups) or (head_dim, m-tiles): (registers, bytes of spills, of arrays)}."""
     found = {}
     for part in text.split("Compiling entry function")[1:]:
-        name = re.search(r"attend_kernelILi(\d+)ELi(\d+)ELi(\d+)E", part)
+        name = re.search(r"tkvcu_%s_kernelI((?:Li\d+E)+)E" % which, part)
         if name:
             stack, stores, loads = map(int, re.search(
                 r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups())
             registers = int(re.search(r"Used (\d+) registers", part).group(1))
-            found[tuple(map(int, name.groups()))] = (registers, stores + loads, stack)
+            found[tuple(map(int, re.findall(r"\d+", name.group(1))))] = (registers, stores + loads, stack)
     return found
 
 
@@ -214,14 +216,15 @@ class Lab:
         return path
 
     def plan(self, preset, head_dim, tier):
-        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's units."""
+        """Groups of V; shared memory for 1 and 2 n-tiles, then for 1 and 2 m-tiles; the fields of both sides of a
+        tier's units."""
         lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
         first = list(map(int, lines[0].split()))
-        return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
+        return first[0], (first[1], first[3]), first[4:], [list(map(int, line.split())) for line in lines[1:]]
 
     def unit(self, arch, preset, tier):
         """Instructions of a unit at head_dim 128 with 8 columns, by name; its bytes."""
-        groups, _, sides = self.plan(preset, 128, tier)
+        groups, _, _, sides = self.plan(preset, 128, tier)
         text = []
         for kind, half_bits, group, *rest in sides:
             slabs, (top, table, size, code_bytes) = rest[:7], rest[7:]
@@ -250,14 +253,15 @@ def main():
             units = {(p, a): pool.submit(lab.unit, a, p[1], p[2]) for p in PLANS for a in QUICK}
             print("| kernel: head_dim, columns, V groups | architecture | registers | spilled bytes | local bytes | "
                   "shared memory, default / KIVI | warps per scheduler |\n|---|---|---|---|---|---|---|")
-            shared = {}
+            shared, prefill = {}, {}
             for preset in ("balanced", "kivi"):
                 for dim in (64, 128):
-                    groups, both, _ = lab.plan(preset, dim, 0)
+                    groups, both, many, _ = lab.plan(preset, dim, 0)
                     for nt in (1, 2):
                         shared.setdefault((dim, nt, groups), []).append(both[nt - 1])
+                        prefill[dim, nt] = many[nt - 1]
             for a in archs:
-                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result()).items()):
+                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result(), "attend").items()):
                     memory = shared[kernel]
                     print("| %d, %d, %d | sm_%d | %d | %d | %d | %s | %s |" % (
                         kernel[0], 8 * kernel[1], kernel[2], a, registers, spill, stack,
@@ -265,6 +269,15 @@ def main():
                         " / ".join(str(resident(a, registers, m)) for m in memory)))
                     if a in QUICK and spill > LIMITS["spill"]:
                         bad.append("sm_%d, kernel %s: %d bytes spilled" % (a, kernel, spill))
+            print("\n| prefill kernel: head_dim, rows | architecture | registers | spilled bytes | local bytes | "
+                  "shared memory | warps per scheduler |\n|---|---|---|---|---|---|---|")
+            for a in archs:
+                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result(), "prefill").items()):
+                    print("| %d, %d | sm_%d | %d | %d | %d | %d | %d |" % (
+                        kernel[0], 64 * kernel[1], a, registers, spill, stack, prefill[kernel],
+                        resident(a, registers, prefill[kernel])))
+                    if a in QUICK and spill > LIMITS["spill"]:
+                        bad.append("sm_%d, prefill kernel %s: %d bytes spilled" % (a, kernel, spill))
             print("\n| unit of 64 tokens, head_dim 128, 8 columns | architecture | bytes | instructions | of issue slots "
                   "at 4.3 TB/s | most frequent |\n|---|---|---|---|---|---|")
             for (plan, a), job in units.items():
