@@ -20,6 +20,12 @@
 #include "append.h"
 #include "combine.h"
 
+#ifndef TKVCU_ON_CPU
+#define TKVCU_UNROLL_2 _Pragma("unroll 2")
+#else
+#define TKVCU_UNROLL_2
+#endif
+
 #define TKVCU_DECODE_QUERIES 8 /* up to so many are for attend.h */
 #define TKVCU_PREFILL_WARPS 4
 #define TKVCU_PREFILL_THREADS (32 * TKVCU_PREFILL_WARPS)
@@ -461,20 +467,21 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     const int oldest = s.query[0], newest = s.query[task.columns_here - 1];
     const int masked = strip.position + strip.rows - 1 > oldest || strip.rows % TKVCU_STRIP ||
                        (j.window && strip.position <= newest - j.window);
-    const float slope = tkvcu_slope(j), units = tkvcu_power(exponent);
+    const float units = tkvcu_power(exponent);
+    const int slabs = s.coded;
     float zeros[MT][2];
     int at, c, n, mt, i;
     tkvcu_zeros_of(s, zeros, first, tkvcu_power(-exponent), lane);
     TKVCU_ROLL
     for (at = 0; at < strip.rows; at += TKVCU_STRIP) {
-        float x[MT][TKVCU_STRIP / 8][4], most[MT][2];
+        float x[MT][TKVCU_STRIP / 8][4], most[MT][2], slope[MT][2];
         uint32_t p[TKVCU_STRIP / 16][MT][4]; /* weights as first operands */
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) x[mt][n][i] = zeros[mt][i / 2];
-        TKVCU_ROLL
-        for (c = 0; c < s.coded; c++) {
+        TKVCU_UNROLL_2
+        for (c = 0; c < slabs; c++) {
             uint32_t a[MT][4], b[4];
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) tkvcu_q_operand<D>(a[mt], s.q, first + 16 * mt, c, lane);
@@ -490,21 +497,40 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         }
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-        for (i = 0; i < 2; i++) {
-            const int row = first + 16 * mt + 8 * i + g;
-            const float by = units * s.factor[row];
-            float top = TKVCU_NOTHING;
+        for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
+            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1e-30f);
+        if (j.softcap > 0.0f) {
             TKVCU_UNROLL
+            for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
-            for (c = 2 * i; c < 2 * i + 2; c++) {
-                const float score = x[mt][n][c] * by;
-                const int token = at + 8 * n + 2 * t + c % 2;
-                x[mt][n][c] = (j.softcap > 0.0f ? tkvcu_capped(j, score) : score) * slope;
-                if (masked && (token >= strip.rows || !tkvcu_sees(j, s.query[row], strip.position + token)))
-                    x[mt][n][c] = -INFINITY;
-                top = fmaxf(top, x[mt][n][c]);
+            for (i = 0; i < 4; i++) x[mt][n][i] = tkvcu_capped(j, x[mt][n][i] * slope[mt][i / 2]);
+            TKVCU_UNROLL
+            for (mt = 0; mt < MT; mt++) slope[mt][0] = slope[mt][1] = 1.0f;
+        }
+        if (masked) {
+            TKVCU_UNROLL
+            for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
+            for (i = 0; i < 2; i++) {
+                const int query = s.query[first + 16 * mt + 8 * i + g] - strip.position - at; /* as a token */
+                const int last = tkvi_min(query, strip.rows - at - 1),
+                          before = query - (j.window ? j.window : query + 1);
+                TKVCU_UNROLL
+                for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
+                for (c = 0; c < 2; c++) {
+                    const int token = 8 * n + 2 * t + c;
+                    if (token > last || token <= before) x[mt][n][2 * i + c] = -INFINITY;
+                }
             }
-            most[mt][i] = top;
+        }
+        TKVCU_UNROLL
+        for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++) {
+            float top = fmaxf(x[mt][0][2 * i], x[mt][0][2 * i + 1]);
+            TKVCU_UNROLL
+            for (n = 1; n < TKVCU_STRIP / 8; n++)
+                top = fmaxf(fmaxf(top, x[mt][n][2 * i]), x[mt][n][2 * i + 1]);
+            slope[mt][i] *= tkvcu_slope(j);
+            most[mt][i] = fmaxf(top * slope[mt][i], TKVCU_NOTHING);
         }
         tkvcu_follow_rows(u, most);
         TKVCU_UNROLL
@@ -513,7 +539,7 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
             float w[4];
             TKVCU_UNROLL
             for (i = 0; i < 4; i++) {
-                w[i] = tkvcu_ex2(x[mt][n][i] + (TKVCU_LIFT - u.m[mt][i / 2]));
+                w[i] = tkvcu_ex2(fmaf(x[mt][n][i], slope[mt][i / 2], TKVCU_LIFT - u.m[mt][i / 2]));
                 u.l[mt][i / 2] += w[i];
             }
             p[n / 2][mt][n % 2 * 2] = tkvcu_f16x2(w[0], w[1]);
@@ -787,10 +813,10 @@ TKVCU_DEVICE void tkvcu_prefill_part(const tkvcu_job &j, tkvcu_prefill_task &tas
 }
 
 /* Blocks of threads that a multiprocessor shall hold. */
-#define TKVCU_PREFILL_RESIDENT(MT) ((MT) == 2 ? 2 : 3)
+#define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
 template <int D, int MT>
-__global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(MT))
+__global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(D, MT))
     tkvcu_prefill_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_prefill<D, MT> &s = *(tkvcu_prefill<D, MT> *)(void *)shared;
