@@ -312,7 +312,7 @@ struct tkvcu_scale {
 template <int D, int MT>
 TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, int rows, int tid) {
     const tkvcu_side &side = s.side[which];
-    const uint8_t *meta = s.raw[which] + side.code_bytes;
+    const uint8_t *meta = s.raw[which] + (side.kind == TKVCU_EXACT ? 0 : side.code_bytes);
     tkvcu_scale x = {0.0f, 0.0f, 0.0f};
     int i;
     if (side.kind == TKVCU_KIVI && tid < D) { /* tokens of V's groups are as many as channels */
