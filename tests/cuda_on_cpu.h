@@ -286,6 +286,16 @@ static inline unsigned __ballot_sync(unsigned, int yes) {
     return all;
 }
 
+static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    unsigned most = 0;
+    cpu_warp()[cpu_lane()].word[0] = x;
+    cpu_together("reduce_max");
+    for (int i = 0; i < CPU_WARP; i++)
+        most = most > cpu_warp()[i].word[0] ? most : (unsigned)cpu_warp()[i].word[0];
+    cpu_meet("reduce_max", 0);
+    return most;
+}
+
 static inline int __any_sync(unsigned m, int yes) { return __ballot_sync(m, yes) != 0; }
 static inline int __all_sync(unsigned m, int yes) { return __ballot_sync(m, yes) == 0xffffffffu; }
 
@@ -346,15 +356,13 @@ static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); 
 static inline float tkvcu_bf16_hi(uint32_t x) { return cpu_bfloat(x >> 16); }
 
 static inline uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_hi(a) * tkvcu_f16_hi(b));
-}
-static inline uint32_t tkvcu_hadd2(uint32_t a, uint32_t b) {
-    return tkvcu_f16x2(tkvcu_f16_lo(a) + tkvcu_f16_lo(b), tkvcu_f16_hi(a) + tkvcu_f16_hi(b));
+    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
 }
 /* One rounding: sums of products of halves are exact in double, near enough. */
 static inline uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
-    double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
-    double hi = (double)tkvcu_f16_hi(a) * (double)tkvcu_f16_hi(b) + (double)tkvcu_f16_hi(c);
+    const double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
+    const double hi =
+        (double)tkvcu_f16_lo(a >> 16) * (double)tkvcu_f16_lo(b >> 16) + (double)tkvcu_f16_lo(c >> 16);
     return tkvcu_f16x2((float)lo, (float)hi);
 }
 
@@ -370,7 +378,17 @@ static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return out;
 }
 
+static inline uint32_t tkvcu_rotate(uint32_t x, int by) {
+    return by & 31 ? x >> (by & 31) | x << (32 - (by & 31)) : x;
+}
 static inline float tkvcu_ex2(float x) { return exp2f(x); }
+static inline float tkvcu_rcp(float x) { return 1.0f / x; }
+typedef uintptr_t tkvcu_at; /* tkvcu_read_words: in warp.h */
+static inline tkvcu_at tkvcu_shared_address(const void *p) { return (uintptr_t)p; }
+template <class T> static inline T tkvcu_kept(T x) { return x; }
+static inline const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+    return p + (size_t)n * size;
+}
 static inline float tkvcu_lg2(float x) { return log2f(x); }
 static inline float tkvcu_tanh(float x) { return tanhf(x); }
 
@@ -402,12 +420,43 @@ static inline void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_
     cpu_mma("mma bf16", c, a, b, cpu_bfloat);
 }
 
-static inline void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2],
-                                      const float c[4]) {
-    memcpy(d, c, 4 * sizeof *d);
-    tkvcu_mma_f16(d, a, b);
+/* c += a b, a 16 x 32, b 32 x 8, of bytes. */
+static inline void cpu_mma_bytes(const char *where, int32_t *c, const uint32_t *a, const uint32_t *b,
+                                 int a_signed, int b_signed) {
+    cpu_slot *w = cpu_warp();
+    const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) w[lane].word[i] = a[i];
+    for (int i = 0; i < 2; i++) w[lane].word[4 + i] = b[i];
+    cpu_together(where);
+    for (int i = 0; i < 4; i++) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        int64_t sum = c[i];
+        for (int k = 0; k < 32; k++) {
+            const cpu_slot *x = &w[row % 8 * 4 + k % 16 / 4], *y = &w[column * 4 + k % 16 / 4];
+            int p = (int)((uint32_t)x->word[row / 8 + k / 16 * 2] >> k % 4 * 8 & 255u);
+            int q = (int)((uint32_t)y->word[4 + k / 16] >> k % 4 * 8 & 255u);
+            if (a_signed && p > 127) p -= 256;
+            if (b_signed && q > 127) q -= 256;
+            sum += p * q;
+        }
+        if (sum != (int32_t)sum) cpu_stop("a sum of bytes does not fit into 32 bits");
+        c[i] = (int32_t)sum;
+    }
+    cpu_meet(where, 0);
 }
-static inline uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) { return (x & mask) | with; }
+
+static inline void tkvcu_mma_uu(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma_bytes("mma u8 u8", c, a, b, 0, 0);
+}
+static inline void tkvcu_mma_us(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma_bytes("mma u8 s8", c, a, b, 0, 1);
+}
+static inline void tkvcu_mma_su(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma_bytes("mma s8 u8", c, a, b, 1, 0);
+}
+static inline void tkvcu_mma_ss(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+    cpu_mma_bytes("mma s8 s8", c, a, b, 1, 1);
+}
 
 /* Lane i of 8 j .. 8 j + 7 gives the address of row i % 8 of matrix j, 16 bytes. */
 static inline void cpu_ldmatrix(const char *where, uint32_t r[4], const void *row, int trans) {
@@ -442,6 +491,9 @@ static inline void tkvcu_cp_async16(void *shared, const void *global) {
     c.from = global;
     c.group = f->group;
     f->copies.push_back(c);
+}
+template <int AT> static inline void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
+    if (left > AT) tkvcu_cp_async16((char *)shared + AT, (const char *)middle + (AT - 2048));
 }
 static inline void tkvcu_cp_async_commit(void) { cpu_fibers[(size_t)cpu_now].group++; }
 template <int N> static inline void tkvcu_cp_async_wait(void) {

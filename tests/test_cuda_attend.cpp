@@ -9,104 +9,149 @@
 #include "cuda_rig.h"
 
 /* >>unpacking: every width and plane, as K and as V, against tile.h */
-template <int W, int P> static void plane(const tkvcu_tile<W> *lanes, float *value) { /* [16 rows][16 k] */
+#define PACKED 16 /* tiles */
+
+typedef struct packed { /* of one width, as they lie in a slot */
+    uint8_t code[PACKED][TKVI_TILE_CODES];
+    alignas(512) uint8_t unaligned[128]; /* a slot begins at a multiple of 128 */
+    uint8_t slot[PACKED * 256 + PACKED * 64];
+    uint32_t halves; /* where the 1-bit vectors begin */
+} packed;
+
+static void pack(packed *x, int width, tkv_rng *rng) {
+    uint8_t mem[sizeof x->slot];
+    tkvi_runs runs;
+    tkvi_tile_at at;
+    size_t i;
+    memset(&runs, 0, sizeof runs);
+    memset(mem, 0, sizeof mem);
+    runs.n[width] = PACKED;
+    at = tkvi_tiles(&runs);
+    x->halves = (uint32_t)at.halves;
+    for (i = 0; i < PACKED; i++) {
+        int j;
+        for (j = 0; j < TKVI_TILE_CODES; j++) x->code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << width);
+        tkvi_pack_tile(mem, &at, width, x->code[i]);
+        tkvi_next_tile(&at, width);
+    }
+    for (i = 0; i < sizeof mem; i++) x->slot[tkvcu_place((uint32_t)i)] = mem[i];
+}
+
+/* What a lane takes of slabs 0 .. 3 as a part of W bits of K, the part's lowest bit being bit `from` of the code. */
+template <int W, int STRIDE> static void k_part(const packed *x, uint32_t start, int from) {
     for (int lane = 0; lane < 32; lane++) {
-        uint32_t a[4];
         const int g = lane / 4, t = lane % 4;
-        tkvcu_fragment<W, P>(lanes[lane], a, TKVCU_MAGIC);
-        for (int i = 0; i < 4; i++)
-            for (int h = 0; h < 2; h++)
-                value[(g + i % 2 * 8) * 16 + 2 * t + h + i / 2 * 8] = cpu_half(a[i] >> 16 * h & 0xffffu);
+        tkvcu_path<W, STRIDE> path;
+        tkvcu_path_start(path, tkvcu_shared_address(x->slot), start, g, t);
+        for (int slab = 0; slab < PACKED / 4; slab++) {
+            tkvcu_tile<W> y;
+            tkvcu_path_take(y, path, slab % 2, t % 2 * 4);
+            if (slab % 2) tkvcu_path_next(path);
+            for (int i = 0; i < 2; i++) {
+                const uint32_t word[4] = {tkvcu_field<W, 0>(y, i), tkvcu_field<W, 1>(y, i),
+                                          tkvcu_field<W, 2>(y, i), tkvcu_field<W, 3>(y, i)};
+                for (int p = 0; p < 4; p++)
+                    for (int byte = 0; byte < 4; byte++) {
+                        const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
+                        CHECK_EQ(word[p] >> 8 * byte & 255u, (uint32_t)(code >> from & ((1 << W) - 1))
+                                                                 << tkvcu_bit<W>(p));
+                    }
+            }
+        }
     }
 }
 
-template <int W> static void one_width(tkv_rng *rng) {
-    uint8_t code[8][TKVI_TILE_CODES], mem[8 * 256 + 8 * 64];
-    tkvi_runs runs;
-    tkvi_tile_at at;
-    int i, j, p, row, k, slab;
-    memset(&runs, 0, sizeof runs);
-    memset(mem, 0, sizeof mem);
-    runs.n[W] = 8;
-    at = tkvi_tiles(&runs);
-    for (i = 0; i < 8; i++) {
-        for (j = 0; j < TKVI_TILE_CODES; j++) code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << W);
-        tkvi_pack_tile(mem, &at, W, code[i]);
-        tkvi_next_tile(&at, W);
-    }
-    at = tkvi_tiles(&runs);
-    for (slab = 0; slab < 2; slab++) {
-        tkvcu_tile<W> lanes[32];
-        float value[4][256];
-        for (i = 0; i < 32; i++)
-            tkvcu_fetch<W>(lanes[i], mem + (4 * slab + i % 4) * tkvi_wide_bytes[W],
-                           mem + at.halves + (2 * slab + i % 4 / 2) * 64, i % 2 * 4, i / 4);
-        plane<W, 0>(lanes, value[0]);
-        plane<W, 1>(lanes, value[1]);
-        plane<W, 2>(lanes, value[2]);
-        plane<W, 3>(lanes, value[3]);
-        for (p = 0; p < 4; p++)
-            for (row = 0; row < 16; row++)
-                for (k = 0; k < 16; k++) {
-                    const int word = row < 8 ? 2 * row : 2 * (row - 8) + 1;
-                    const int tile = k % 8 / 2, byte = k % 2 * 2 + k / 8;
-                    const int c = code[4 * slab + tile][64 * p + 4 * word + byte];
-                    CHECK_EQ(value[p][16 * row + k], 1024.0f + (float)(c << tkvcu_bit<W>(p)));
-                }
-    }
-}
-
-/* Pairs: what the lookup gives is what format_r.h has, in each place. */
-static void pairs(tkv_rng *rng) {
-    uint8_t code[8][TKVI_TILE_CODES], mem[8 * 64 + 4 * 64];
-    tkvi_runs runs;
-    tkvi_tile_at at;
-    int i, j, p, h, slab;
-    memset(&runs, 0, sizeof runs);
-    memset(mem, 0, sizeof mem);
-    runs.n[3] = 8;
-    at = tkvi_tiles(&runs);
-    for (i = 0; i < 8; i++) {
-        for (j = 0; j < TKVI_TILE_CODES; j++) code[i][j] = (uint8_t)tkv_rng_below(rng, 8);
-        tkvi_pack_tile(mem, &at, 3, code[i]);
-        tkvi_next_tile(&at, 3);
-    }
-    at = tkvi_tiles(&runs);
-    for (slab = 0; slab < 2; slab++)
+template <int W> static void v_width(const packed *x) {
+    for (int slab = 0; slab < PACKED / 4; slab++)
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
-            tkvcu_pair_tile x;
-            uint32_t a[2][2][2][4]; /* first or second channels, planes 0 and 2, the next one */
-            tkvcu_fetch_pairs(x, mem + (4 * slab + t) * 64, mem + at.halves + (2 * slab + t / 2) * 64,
-                              t % 2 * 4, g);
-            for (h = 0; h < 2; h++) {
-                const uint32_t c0[2] = {tkvcu_pair_codes<0>(x, 0), tkvcu_pair_codes<0>(x, 1)};
-                const uint32_t c2[2] = {tkvcu_pair_codes<2>(x, 0), tkvcu_pair_codes<2>(x, 1)};
-                tkvcu_pair_fragments(c0, tkvcu_pair_points(h), a[h][0]);
-                tkvcu_pair_fragments(c2, tkvcu_pair_points(h), a[h][1]);
+            tkvcu_v_tile<W> y;
+            tkvcu_fetch_v<W>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
+                             t);
+            for (int i = 0; i < 2; i++) {
+                uint32_t plane[4];
+                tkvcu_planes<W>(y, i, plane);
+                for (int p = 0; p < 4; p++)
+                    for (int byte = 0; byte < 4; byte++) {
+                        const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
+                        CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << tkvcu_v_bit(W, p)));
+                    }
             }
-            for (h = 0; h < 2; h++)
-                for (p = 0; p < 4; p++)
-                    for (i = 0; i < 4; i++)
-                        for (j = 0; j < 2; j++) {
-                            const int byte = 2 * j + i / 2;
-                            const int c = code[4 * slab + t][64 * p + 4 * (2 * g + i % 2) + byte];
-                            CHECK_EQ(cpu_half(a[h][p / 2][p % 2][i] >> 16 * j & 0xffffu),
-                                     1152.0f + (float)tkvi_r_pairs[16 * h + c]);
+        }
+}
+
+/* Pairs: what the lookup gives is what format_r.h has, in each place, and the weights stand in the same order. */
+static void pairs(const packed *x) {
+    for (int slab = 0; slab < 2; slab++)
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            const uint32_t id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
+            tkvcu_v_tile<3> y;
+            uint32_t order[2];
+            tkvcu_fetch_v<3>(y, tkvcu_v_at_of(tkvcu_shared_address(x->slot), g, t), (int)x->halves, slab, g,
+                             t);
+            tkvcu_pair_weights(id, order);
+            for (int two = 0; two < 2; two++)
+                for (int h = 0; h < 2; h++) {
+                    uint32_t a[4], code[2];
+                    for (int i = 0; i < 2; i++)
+                        code[i] = two ? tkvcu_pair_codes<2>(y, i) : tkvcu_pair_codes<0>(y, i);
+                    tkvcu_pair_fragment(code, tkvcu_pair_points(h), a);
+                    for (int k = 0; k < 8; k++)
+                        for (int i = 0; i < 2; i++) {
+                            const uint32_t place = order[k / 4] >> 8 * (k % 4) & 255u;
+                            const int p = 2 * two + (int)place / 4, byte = (int)place % 4;
+                            const int c = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
+                            CHECK_EQ((int8_t)(a[2 * (k / 4) + i] >> 8 * (k % 4)), tkvi_r_pairs[16 * h + c]);
                         }
+                }
+        }
+}
+
+/* The tiles' first words, as the lanes 0 .. 15 (and the others) read them at a time, have banks of their own. */
+template <int W, int STRIDE> static void banks(void) {
+    for (int slab = 0; slab < 8; slab++)
+        for (int half = 0; half < 2; half++) {
+            int times[32] = {0};
+            for (int lane = 16 * half; lane < 16 * half + 16; lane++) {
+                const uint32_t place =
+                    tkvcu_place((uint32_t)(slab * 4 * STRIDE + lane % 4 * STRIDE + 8 * (lane / 4)));
+                times[place / 4 % 32]++;
+                times[place / 4 % 32 + 1]++;
+            }
+            for (int i = 0; i < 32; i++)
+                CHECK_MSG(times[i] == 1, "%d bits: bank %d is read %d times", W, i, times[i]);
         }
 }
 
 TEST(unpacking) {
     tkv_rng rng = tkv_rng_seed(3);
-    one_width<1>(&rng);
-    one_width<2>(&rng);
-    one_width<3>(&rng);
-    one_width<4>(&rng);
-    one_width<5>(&rng);
-    one_width<6>(&rng);
-    one_width<8>(&rng);
-    pairs(&rng);
+    packed x;
+    pack(&x, 1, &rng);
+    k_part<1, 32>(&x, x.halves, 0);
+    v_width<1>(&x);
+    pack(&x, 2, &rng);
+    k_part<2, 64>(&x, 0, 0);
+    v_width<2>(&x);
+    pack(&x, 3, &rng);
+    k_part<2, 64>(&x, 0, 0);
+    k_part<1, 32>(&x, x.halves, 2);
+    v_width<3>(&x);
+    pairs(&x);
+    pack(&x, 4, &rng);
+    k_part<4, 128>(&x, 0, 0);
+    v_width<4>(&x);
+    pack(&x, 5, &rng);
+    k_part<4, 128>(&x, 0, 0);
+    k_part<1, 32>(&x, x.halves, 4);
+    pack(&x, 6, &rng);
+    k_part<4, 192>(&x, 0, 0);
+    k_part<2, 192>(&x, 128, 4);
+    pack(&x, 8, &rng);
+    k_part<8, 256>(&x, 0, 0);
+    v_width<8>(&x);
+    banks<2, 64>();
+    banks<4, 128>();
 }
 
 /* >>attention */

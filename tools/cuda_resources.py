@@ -84,27 +84,20 @@ static __device__ __forceinline__ tkvcu_side side_of(int i) {
     return i ? v : k;
 }
 #include "attend.h"
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d, %d, %d)) unit(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<%d, %d> &b = *(tkvcu_block<%d, %d> *)(void *)shared;
     tkvcu_sums<%d, %d, %d> u;
-    tkvcu_lane me;
-    me.lane = threadIdx.x %% 32;
-    me.warp = threadIdx.x / 32;
-    me.g = me.lane / 4;
-    me.t = me.lane %% 4;
-    me.ring = shared + sizeof b + (size_t)me.warp * (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024);
-    me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
-    me.weights_meta = (float *)(void *)me.meta;
-    me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
+    const tkvcu_lane me = tkvcu_lane_of<%d>(shared + (sizeof b + 127) / 128 * 128,
+                                        TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(%d, %d, %d), j.slot_bytes);
     tkvcu_begin(u);
     tkvcu_run_units<%d, %d, %d, 0>(j, b, me, u);
     tkvcu_finish(j, b, me, u, shared, 1024);
 }
 """
 
-HMMA, LDGSTS, BRA = 0x3C, 0xAE | 0x100, 0x147  # the low 9 bits
-NAMES = {0x3C: "HMMA", 0x1AE: "LDGSTS", 0x12: "LOP3", 0x19: "SHF", 0x16: "PRMT", 0x184: "LDS", 0x188: "STS",
+HMMA, IMMA, LDGSTS, BRA = 0x3C, 0x37, 0xAE | 0x100, 0x147  # the low 9 bits
+NAMES = {0x3C: "HMMA", 0x37: "IMMA", 0x106: "I2F", 0x0F: "IADD", 0x1AE: "LDGSTS", 0x12: "LOP3", 0x19: "SHF", 0x16: "PRMT", 0x184: "LDS", 0x188: "STS",
          0x3B: "LDSM", 0x23: "FFMA", 0x20: "FMUL", 0x21: "FADD", 0x09: "FMNMX", 0x108: "MUFU", 0x32: "HMUL2",
          0x3E: "F2FP", 0x24: "IMAD", 0x25: "IMAD", 0x10: "IADD3", 0x11: "LEA", 0x0C: "ISETP", 0x0B: "FSETP",
          0x147: "BRA", 0x189: "SHFL", 0x148: "WARPSYNC", 0x07: "SEL", 0x08: "FSEL", 0x02: "MOV"}
@@ -144,22 +137,21 @@ def loops(code, arch):
     return found
 
 
-def count(code, arch, slabs, no_bits, k_bytes, v_bytes):
-    """Instructions of a unit, by name."""
+def count(code, arch, parts, no_bits):
+    """Instructions of a unit, by name. parts: slabs that each of K's loops goes over, two at a time."""
     def has(loop, what):
         return sum(word & 0x1FF == what for word in code[loop[0]:loop[1] + 1])
     nested = loops(code, arch)
-    unit = max((l for l in nested if has(l, HMMA) and has(l, LDGSTS)), key=lambda l: has(l, HMMA))
-    weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
+    unit = max((l for l in nested if has(l, IMMA) and has(l, LDGSTS)), key=lambda l: has(l, IMMA))
     inner = sorted(l for l in nested if unit[0] <= l[0] and l[1] <= unit[1] and l != unit)
-    copies = [l for l in inner if has(l, LDGSTS) and not has(l, HMMA)]
-    zeros = [l for l in inner if 0 < has(l, HMMA) < 4] # slabs that have no bits; KIVI: all
-    runs = [l for l in inner if has(l, HMMA) >= 4]
-    if len(copies) != 2 or len(runs) > len(slabs):
+    parts = [n // 2 for n in parts if n // 2 > 1]  # one turn is no loop
+    zeros = [l for l in inner if has(l, HMMA)]     # slabs that have no bits; KIVI: all
+    runs = [l for l in inner if has(l, IMMA) > 1]
+    if len(runs) != len(parts) or len(zeros) > 1 or (no_bits > 1 and not zeros):
         raise SystemExit("the unit's loops are not as expected: %s in %s" % (inner, unit))
-    times = dict(zip(copies, ((k_bytes + 2047) // 2048, (v_bytes + 2047) // 2048)))
-    times.update(zip(runs, slabs))
+    times = dict(zip(runs, parts))
     times.update((l, no_bits) for l in zeros)
+    weight = {i: 1 for i in range(unit[0], unit[1] + 1)}
     for loop, n in times.items():
         for i in range(loop[0], loop[1] + 1):
             weight[i] *= n
@@ -232,13 +224,12 @@ class Lab:
                 kind, half_bits, group, ", ".join(map(str, slabs)), top, size, code_bytes, table))
         n = (128, 1, groups)
         source = self.write("unit-%s-%d-%d.cu" % (preset, tier, arch),
-                            PROBE % (text[0], text[1], *n, *n[:2], *n[:2], *n, *n))
+                            PROBE % (text[0], text[1], n[1], *n[:2], *n[:2], *n, n[0], *n, *n))
         nvcc(arch, source, source + "bin")
-        slabs = [x for x in sides[0][9:3:-1] if x] or [8]
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
-        k_bytes, v_bytes = sides[0][11 + 1], sides[1][11 + 1]
-        no_bits = 8 if sides[0][0] == 1 else sides[0][3]
-        return count(code, arch, slabs, no_bits, k_bytes, v_bytes), k_bytes + v_bytes
+        kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
+        parts = [n[6], n[5], n[6], n[4], n[3], n[2], n[1], 8 if half_bits == 16 else 0]
+        return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
 
 def main():

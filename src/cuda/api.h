@@ -137,7 +137,7 @@ typedef struct tkvcu_attend_params { /* zero means default */
  * natural logarithm, learned sinks included. params NULL: all defaults. A row that sees no key gives zeros
  * and -inf; rows that are skipped are not written. The same bits in every run on one device. Sets bit
  * SEQUENCE. Queries times heads of a group are columns. Cost: up to 8 queries the bytes of the sequence once
- * for each 16 columns; more, for chunks of a prompt, are for another kernel: O(tokens * columns * head_dim) products,
+ * for each 8 columns; more, for chunks of a prompt, are for another kernel: O(tokens * columns * head_dim) products,
  * and the bytes, each code made a half, once for each 128 columns. */
 int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
                  const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,

@@ -1,27 +1,27 @@
 /*
  * attend.h - decode attention on the compressed tiers: one pass over the bytes, one softmax.
  *
- * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes). Those of
- * an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the other are cut into
- * equal ranges for the blocks of a grid that never changes, so a captured launch holds at any length. The warps of a
- * block take units by turns; where a part (archive, warm or exact) of a head ends they add up what they have, and
- * write it to the workspace: slot = number of the block + number of the part, which is unique. combine.h adds the
- * slots up, in order: no atomics, the same bits each time.
+ * Work is cut into units: a coded block of 64 tokens, or 16 tokens of an exact one (about as many bytes).
+ * Those of an (entry of the batch, KV head) stand in a row: archive, warm, exact; all of them one after the
+ * other are cut into equal ranges for the blocks of a grid that never changes, so a captured launch holds at
+ * any length. The warps of a block take units by turns; where a part (archive, warm or exact) of a head ends
+ * they add up what they have, and write it to the workspace: slot = number of the block + number of the
+ * part, which is unique. combine.h adds the slots up, in order: no atomics, the same bits each time.
  *
  *     units    |  e0 h0: archive   warm  exact |  e0 h1: archive      warm  exact | ...
  *     blocks   |    0    |    1    |    2    |    3    |  ...
  *
  * In a block of threads, per warp:
  *
- *     global --cp.async--> ring of slots (K side, V side, K side, ...)
- *     K: metadata of 4 channels a lane -> scale and zero as halves; codes -> fragments (unpack.h)
- *        S = codes (q scale) - 1024 (q scale) + zero q         tokens x columns, 16 tokens a plane
- *     softmax: the running maximum moves only when it has grown by more than 4 (in log2)
- *     V: P = p scale / factor, through shared memory into the second operand's order
- *        O += codes P - 1024 P                                 channels x columns, a slab of 16 channels
+ *     global --cp.async--> two slots, for a K side and a V side
+ *     K: q times a channel's scale -> 16 bits, two columns of bytes; S = codes q     tokens x columns, bytes
+ *     softmax of the unit; the running maximum moves only when it has grown by more than 4 (in log2)
+ *     V: weight times a token's scale -> 16 bits, two columns of bytes, through shared memory into the second operand's
+ *        order; O += codes P                                                         channels x columns, bytes
  *
- * Columns are the queries of the KV head's group of query heads, 8 to an n-tile; NT n-tiles at a time. The 1024 comes
- * off with the same rounded operand that it came with, per unit: nothing large stays in the sums.
+ * Columns are the queries of the KV head's group of query heads. Each one takes two columns of a product,
+ * for its high and its low part, so an n-tile of 8 is 4 of them; NT n-tiles at a time. Sums of bytes are
+ * exact: what is rounded is q and P, to 16 bits of the unit's largest.
  */
 #ifndef TKVCU_ATTEND_H
 #define TKVCU_ATTEND_H
@@ -30,15 +30,15 @@
 
 #define TKVCU_WARPS 4 /* of a block */
 #define TKVCU_THREADS (32 * TKVCU_WARPS)
-#define TKVCU_SLOTS 3        /* sides in flight or in use, per warp */
+#define TKVCU_SLOTS 2        /* of a warp */
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
-#define TKVCU_BOTTOM (-127) /* exponent of units that nothing has been added up in */
-#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
+#define TKVCU_UNSEEN (-3e38f) /* below all sums */
+#define TKVCU_LOG2E 1.44269504f
 
-/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows, without
- * what happens rarely. */
+/* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
+ * without what happens rarely. */
 #ifndef TKVCU_SIDE
 #define TKVCU_SIDE(b, i) (b).side[i]
 #define TKVCU_RARELY(x) (x)
@@ -55,7 +55,7 @@ typedef struct tkvcu_job { /* a call, as kernels see it */
     float *partial;                                 /* the workspace */
     int type, n_entries, n_queries, window, blocks; /* blocks: gridDim.x of the attention kernel */
     float scale, softcap;
-    int slot_bytes, meta_bytes; /* shared memory of a warp: a slot of the ring; decoded metadata */
+    int slot_bytes; /* of a slot of a warp's shared memory */
 } tkvcu_job;
 
 /* >>where the units are */
@@ -124,110 +124,149 @@ TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
         ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
 }
 
-/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in another
- * place (and no register is spent on the address of the header's table). */
+/* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
+ * another place (and no register is spent on the address of the header's table). */
 TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
     const uint32_t i = code - 1u;
     if (code == 0) return 0.0f;
     return tkvi_from_bits(mantissa[i & 15u] + ((uint32_t)(top - 16 + (int)(i >> 4)) << 23));
 }
 
-/* Nothing becomes infinite. */
-TKVCU_DEVICE uint32_t tkvcu_halves(float lo, float hi) {
-    lo = fminf(fmaxf(lo, -65504.0f), 65504.0f);
-    hi = fminf(fmaxf(hi, -65504.0f), 65504.0f);
-    return tkvcu_f16x2(lo, hi);
-}
-
 /* >>what a block of threads shares, and what a warp has of its own */
-struct alignas(16) tkvcu_scales { /* of a tile of K, channels 0, 2 and 1, 3 */
-    tkvcu_words scale, zero;
+struct alignas(16) tkvcu_four {
+    float x[4];
 };
 
-/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are read in one
- * way. In shared memory: registers are for sums. */
+struct alignas(8) tkvcu_pair {
+    float x, y;
+};
+
+/* What a block of threads works at: a part of one KV head of one entry, and in it a run of units that are
+ * read in one way. In shared memory: registers are for sums. */
 struct tkvcu_task {
     tkvcu_reach reach;
     int entry, head, part;
-    int at, left;           /* unit in the part, and units of it that are still to do */
-    int region, first, n;   /* the run: blocks, or 16 exact rows */
-    const uint8_t *from[2]; /* the head's sides in the region's place 0; then bytes of a coded one */
-    uint32_t bytes[2];
-    uint32_t block;             /* bytes from place to place */
-    int place, places;          /* of the first unit, in units; after the last one comes the first */
+    int at, left;         /* unit in the part, and units of it that are still to do */
+    int region, first, n; /* the run: blocks, or 16 exact rows */
+    int place;            /* of its first unit in the region, in units */
+    const uint8_t
+        *from[2];          /* the head's sides there, 2048 bytes on; of exact rows: in the region's place 0 */
+    int codes[2], meta[2]; /* bytes of a coded one */
+    uint32_t block;        /* bytes from place to place */
     int group, columns, column; /* query heads of a KV head; all columns of it; the block's first */
     int unit, end;              /* of all units */
 };
 
+/* Queries stand in units of a power of two of their own, so that all are below 2. */
 template <int D, int NT> struct tkvcu_block {
     tkvcu_task task;
-    tkvcu_words q[D / 16][NT][32]; /* second operands of K's product, in the order of the run's channels */
-    tkvcu_words q_low[D / 16][NT][32]; /* bfloat16: what the upper parts leave */
-    float mean[8 * NT];                /* q times the static means */
+    tkvcu_four q[2][D / 8 * NT *
+                    4]; /* tiles of 4 channels in the run's order, even ones and odd ones: tkvcu_pair_of */
+    tkvcu_four most[D / 4]; /* the largest of the columns, by channel */
+    tkvcu_words part[D / 16][NT]
+                    [32]; /* second operands of 16-bit products: high and low parts of the queries */
+    float slope[4 * NT];  /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
+    float mean[4 * NT];   /* q times the static means */
+    float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
     uint32_t mantissa[16];
-    uint16_t k_log[256]; /* A: scales as halves, by their byte */
-    float v_log[256];    /* R: the same */
-    tkvcu_words
-        fine[D / 4]; /* A: what makes an offset's byte its share in units of the scale, by tile: halves */
-    uint32_t magic;  /* TKVCU_MAGIC */
+    uint32_t span[D / 4];     /* A: four bytes of the largest code, by tile */
     int other[TKVCU_THREADS]; /* bits: not the same version */
     tkvcu_side side[2];       /* of the run */
 };
 
-template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; columns 2 t, 2 t + 1 */
-    float m[NT][2], l[NT][2];
+template <int NT> struct tkvcu_part { /* what a warp knows of the rows it has seen; column t */
+    float m[NT], l[NT];               /* l: of this lane's tokens */
 };
 
 template <int D, int NT, int VG> struct tkvcu_sums {
     tkvcu_part<NT> soft;
-    float o[D / 16][NT][4]; /* channels x columns */
-    float zero[VG][NT][2];  /* KIVI: the zero points' share, by group of channels; of this lane's tokens */
-    int top;                /* o is in units of 2^top: see tkvcu_v_meta */
+    float o[D / 16][NT][2]; /* channels x columns */
+    float zero[VG][NT]; /* what all channels of a group get: zero points, middles; of this lane's tokens */
 };
+
+/* A slot of a coded side: metadata, then from TKVCU_META on the codes, turned about (tkvcu_place). */
+#define TKVCU_META(D) (4 * (D)) /* KIVI's, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    uint8_t *ring;
-    tkvcu_scales *meta;
-    float *weights_meta; /* the same memory, for V: scale [group][64], zero [group][64] */
-    uint8_t *p;          /* [NT][64 rows][8 columns] halves */
+    int chunk,
+        place; /* bytes from a slot's start where the lane's first copies of metadata and of codes go */
+    uint8_t *slot[TKVCU_SLOTS]; /* for a K side, for a V side */
+    tkvcu_at k_codes;
+    tkvcu_v_at v_at;
+    uint8_t *work; /* of K scales [D], queries' bytes; of V scales and zeros [groups][64], weights */
 };
+
+/* Bytes of that for each warp. */
+#define TKVCU_WEIGHTS_ROW 160 /* 64 weights of 16 bits, padded: columns begin in banks of their own */
+#define TKVCU_WORK(D, NT, groups)                                                                            \
+    (4 * (D) + 8 * (D) * (NT) > (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups)                              \
+         ? 4 * (D) + 8 * (D) * (NT)                                                                          \
+         : (512 + 4 * TKVCU_WEIGHTS_ROW * (NT)) * (groups))
+
+template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_bytes, int slot_bytes) {
+    const int tid = (int)threadIdx.x;
+    tkvcu_lane me;
+    int at;
+    me.lane = tkvcu_kept(tid % 32);
+    me.chunk = tkvcu_kept(tid % 32 * 16);
+    me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
+    me.warp = tkvcu_kept(tid / 32);
+    me.g = tkvcu_kept(tid % 32 / 4);
+    me.t = tkvcu_kept(tid % 4);
+    at = me.warp * warp_bytes;
+    me.slot[0] = warps + at;
+    me.slot[1] = warps + at + slot_bytes;
+    me.work = warps + tkvcu_kept(at + TKVCU_SLOTS * slot_bytes);
+    me.k_codes = tkvcu_shared_address(me.slot[0]) + TKVCU_META(D);
+    me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
+    me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
+    me.v_at.wide = tkvcu_kept(me.v_at.wide);
+    me.v_at.line = tkvcu_kept(me.v_at.line);
+    return me;
+}
 
 template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_begin(tkvcu_sums<D, NT, VG> &u) {
     int nt, i, c;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
         TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            TKVCU_UNROLL
-            for (c = 0; c < D / 16; c++) u.o[c][nt][i] = 0.0f;
-        }
+        for (c = 0; c < D / 16; c++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++) u.o[c][nt][i] = 0.0f;
+        u.soft.m[nt] = TKVCU_START;
+        u.soft.l[nt] = 0.0f;
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) {
-            u.soft.m[nt][i] = TKVCU_START;
-            u.soft.l[nt][i] = 0.0f;
-            TKVCU_UNROLL
-            for (c = 0; c < VG; c++) u.zero[c][nt][i] = 0.0f;
-        }
+        for (c = 0; c < VG; c++) u.zero[c][nt] = 0.0f;
     }
-    u.top = TKVCU_BOTTOM;
 }
 
 /* >>loading */
-TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *from, uint32_t bytes, int lane) {
-    int left = (int)bytes - 16 * lane, k;
-    slot += 16 * lane;
-    from += 16 * lane;
-    TKVCU_ROLL
-    for (; left > 0; left -= 2048, slot += 2048, from += 2048) {
-        TKVCU_UNROLL
-        for (k = 0; k < 2048; k += 512)
-            if (left > k) tkvcu_cp_async16(slot + k, from + k);
+/* middle: 2048 bytes behind the side's start. */
+template <int D>
+TKVCU_DEVICE void tkvcu_load(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+                             const tkvcu_lane &me) {
+    const int left = codes - me.chunk;
+    int k;
+    middle = tkvcu_forward(middle, me.chunk, 1);
+    tkvcu_cp_async16_if<0>(slot + me.chunk, tkvcu_forward(middle, codes, 1), meta - me.chunk);
+    slot += me.place;
+    tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits a value */
+    tkvcu_cp_async16_if<512>(slot, middle, left);
+    tkvcu_cp_async16_if<1024>(slot, middle, left);
+    tkvcu_cp_async16_if<1536>(slot, middle, left);
+    if (D == 128) {
+        tkvcu_cp_async16_if<2048>(slot, middle, left);
+        tkvcu_cp_async16_if<2560>(slot, middle, left);
+        tkvcu_cp_async16_if<3072>(slot, middle, left);
+        tkvcu_cp_async16_if<3584>(slot, middle, left);
     }
+    TKVCU_ROLL
+    for (k = 32 * D; TKVCU_RARELY(codes > k); k += 512)
+        tkvcu_cp_async16(slot + k, middle + k - 2048); /* 8 bits */
 }
 
-/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows that are not
- * there are copies of the last one. */
+/* 16 rows of an exact side, chunks of 16 bytes turned about so that columns of rows lie in all banks. Rows
+ * that are not there are copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
     for (i = lane; i < 16 * (D / 8); i += 32) {
@@ -237,9 +276,10 @@ template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t 
     }
 }
 
-/* >>K */
-/* Width of slab `slab` of an A side; its tiles' order is that of the widths. */
-TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s, int slab) {
+/* >>K: whole numbers. q times a channel's scale is one of 16 bits, in units that the block's largest product
+ * decides; it goes into the product as two columns of bytes, high and low: S = 256 high + low. */
+TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s,
+                                int slab) { /* of A; tiles' order is that of the widths */
     int w;
     for (w = 6; w > 0; w--) {
         if (slab < s.slabs[w]) break;
@@ -248,395 +288,493 @@ TKVCU_DEVICE int tkvcu_width_of(const tkvcu_side &s, int slab) {
     return w;
 }
 
-/* Scales and zeros of each tile, as halves; zeros of A are in units of the scale, exact, and without the static mean
- * (format_a.h). Where an A tile has no bits the zero is the block's mean and there is no scale. */
+#define TKVCU_Q_MOST 32600.0f   /* of a query's whole number */
+#define TKVCU_P_MOST 65000.0f   /* of a weight's */
+#define TKVCU_TINY 1e-30f       /* so that nothing is divided by 0 */
+#define TKVCU_WHOLE 12582912.0f /* 1.5 2^23: what is added to it becomes a whole number, in the lower bits */
+
+/* Scales of the unit's channels, in units that make the largest product with a query TKVCU_Q_MOST, to `out`;
+ * what a unit of the products is then. Channels without codes have 0. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_meta(const tkvcu_side &s, const uint8_t *slot, const tkvcu_block<D, NT> &b,
-                               tkvcu_scales *meta, int lane) {
-    const uint8_t *m = slot + s.code_bytes;
+TKVCU_DEVICE float tkvcu_k_scales(const tkvcu_side &s, const uint8_t *slot, const tkvcu_block<D, NT> &b,
+                                  tkvcu_four *out, int lane) {
+    tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+    float most = TKVCU_TINY, up;
     int i;
-    for (i = lane; i < D / 4; i += 32) {
-        tkvcu_scales x;
+    if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
-            const tkvcu_words a = *(const tkvcu_words *)(const void *)(m + 8 * i);
-            const tkvcu_words z = *(const tkvcu_words *)(const void *)(m + 2 * D + 8 * i);
-            x.scale.x = tkvcu_prmt(a.x, a.y, 0x5410);
-            x.scale.y = tkvcu_prmt(a.x, a.y, 0x7632);
-            x.zero.x = tkvcu_prmt(z.x, z.y, 0x5410);
-            x.zero.y = tkvcu_prmt(z.x, z.y, 0x7632);
-        } else {
-            const uint32_t logs = *(const uint32_t *)(const void *)(m + 4 * i);
-            const uint32_t offsets = *(const uint32_t *)(const void *)(m + D + 4 * i);
-            const tkvcu_words fine = b.fine[i];
-            if (fine.x == 0) { /* a half, low bytes and high bytes apart */
-                x.scale.x = x.scale.y = 0;
-                x.zero.x = tkvcu_prmt(logs, offsets, 0x6240);
-                x.zero.y = tkvcu_prmt(logs, offsets, 0x7351);
-            } else {
-                const uint32_t up = offsets ^ 0x80808080u; /* 1024 + 128 + offset */
-                x.scale.x = (uint32_t)b.k_log[logs & 255u] | (uint32_t)b.k_log[logs >> 16 & 255u] << 16;
-                x.scale.y = (uint32_t)b.k_log[logs >> 8 & 255u] | (uint32_t)b.k_log[logs >> 24] << 16;
-                x.zero.x = tkvcu_hfma2(tkvcu_prmt(up, 0x64646464u, 0x4240), fine.x, fine.y);
-                x.zero.y = tkvcu_hfma2(tkvcu_prmt(up, 0x64646464u, 0x4341), fine.x, fine.y);
-            }
+            const tkvcu_words w = tkvcu_two(slot, 8u * (uint32_t)lane);
+            x.x[0] = tkvcu_f16_lo(w.x);
+            x.x[1] = tkvcu_f16_lo(w.x >> 16);
+            x.x[2] = tkvcu_f16_lo(w.y);
+            x.x[3] = tkvcu_f16_lo(w.y >> 16);
+        } else if (lane < D / 4 - 4 * s.slabs[0]) {
+            const uint32_t logs = tkvcu_one(slot, 4u * (uint32_t)lane);
+            TKVCU_UNROLL
+            for (i = 0; i < 4; i++) x.x[i] = b.k_log[tkvcu_prmt(logs, 0, 0x4440u + (uint32_t)i)];
         }
-        meta[i] = x;
-    }
-}
-
-/* n slabs, all of width W: S += codes (q scale). A: a zero is in units of the scale, so one product has both the zero
- * (rows 0 .. 7) and what takes the 1024 off (rows 8 .. 15); KIVI: zeros are in S already. */
-template <int W, int NT, int A>
-TKVCU_DEVICE void tkvcu_k_run(float s[4][NT][4], const uint8_t *slot, const tkvcu_tiles &at,
-                              const tkvcu_words *q, const tkvcu_scales *meta, int n, int g, int t,
-                              uint32_t magic) {
-    const uint32_t minus = 0xe400e400u; /* -1024 */
-    float run[4][NT][4], both[NT][4];
-    int i, k, nt;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        both[nt][i] = 0.0f;
-        run[0][nt][i] = run[1][nt][i] = run[2][nt][i] = run[3][nt][i] = 0.0f;
-    }
-    TKVCU_ROLL
-    for (k = 0; k < n; k++) {
-        const tkvcu_scales m = meta[4 * k + t];
-        const uint32_t off[4] = {A ? m.zero.x : 0, minus, A ? m.zero.y : 0, minus};
-        uint32_t scaled[NT][2], a[4];
-        tkvcu_tile<W> tile;
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            scaled[nt][0] = tkvcu_hmul2(x.x, m.scale.x);
-            scaled[nt][1] = tkvcu_hmul2(x.y, m.scale.y);
-            tkvcu_mma_f16(both[nt], off, scaled[nt]);
-        }
-        tkvcu_fetch<W>(tile, slot + at.wide + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
-                       slot + at.halves + ((at.half + 4 * k) / 2 + t / 2) * 64, t % 2 * 4, g);
-#define TKVCU_PLANE_(P)                                                                                      \
-    {                                                                                                        \
-        tkvcu_fragment<W, P>(tile, a, magic);                                                                \
-        TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(run[P][nt], a, scaled[nt]);                                \
+        for (i = 0; i < 4; i++) most = fmaxf(most, x.x[i] * b.most[lane].x[i]);
     }
-        TKVCU_PLANE_(0)
-        TKVCU_PLANE_(1)
-        TKVCU_PLANE_(2)
-        TKVCU_PLANE_(3)
-#undef TKVCU_PLANE_
-    }
+    most = tkvcu_warp_max(most);
+    up = TKVCU_Q_MOST * tkvcu_rcp(most);
     TKVCU_UNROLL
-    for (k = 0; k < 4; k++) TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        const float rest = fmaf(both[nt][2 + i % 2], tkvcu_unfactor<W>(k), both[nt][i % 2]);
-        s[k][nt][i] += fmaf(run[k][nt][i], tkvcu_unfactor<W>(k), rest);
-    }
+    for (i = 0; i < 4; i++) x.x[i] *= up;
+    if (D == 128 || lane < D / 4) out[lane] = x;
+    return most * (1.0f / TKVCU_Q_MOST);
 }
 
-/* S += halves q, slabs first .. first+n-1, one half for all tokens. */
-template <int NT>
-TKVCU_DEVICE void tkvcu_k_zeros(float sum[NT][4], const tkvcu_words *q, const tkvcu_scales *meta, int first,
-                                int last, int g, int t) {
-    int k, nt;
-    TKVCU_ROLL
-    for (k = first; k < last; k++) {
-        const tkvcu_words m = meta[4 * k + t].zero;
-        const uint32_t z[4] = {m.x, m.x, m.y, m.y};
-        TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = q[(k * NT + nt) * 32 + 4 * g + t];
-            const uint32_t plain[2] = {x.x, x.y};
-            tkvcu_mma_f16(sum[nt], z, plain);
-        }
-    }
+/* Where the pair of tiles 2 i, 2 i + 1 of column c of an n-tile stands. */
+template <int D> TKVCU_DEVICE int tkvcu_pair_of(int nt, int i, int c) { return (nt * (D / 8) + i) * 4 + c; }
+
+/* Query times scale of four channels, as bytes. The low byte is a signed one too: the high one is of x +
+ * 128. */
+TKVCU_DEVICE tkvcu_words tkvcu_q_bytes(const tkvcu_four &q, const tkvcu_four &scale) {
+    uint32_t x[4], a, b;
+    tkvcu_words to;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < 4; i++) x[i] = tkvi_bits(fmaf(q.x[i], scale.x[i], TKVCU_WHOLE + 128.0f));
+    a = tkvcu_prmt(x[0], x[1], 0x5410);
+    b = tkvcu_prmt(x[2], x[3], 0x5410);
+    to.x = tkvcu_prmt(a, b, 0x7531);
+    to.y = tkvcu_prmt(a, b, 0x6420) ^ 0x80808080u;
+    return to;
 }
 
-/* What is the same for all tokens: static means and q, zeros or means and q. */
+/* All of them, as second operands: a pair's high bytes, then its low ones, are four words. Columns of the
+ * operand are 2 c and 2 c + 1, so lane 4 g + t has words 2 g (+ 1: odd tiles) of it. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_begin(const tkvcu_side &side, float s[4][NT][4], const tkvcu_words *q,
-                                const tkvcu_scales *meta, const float *mean, int g, int t) {
+TKVCU_DEVICE void tkvcu_q_codes(const tkvcu_block<D, NT> &b, const tkvcu_four *scale, tkvcu_quad *out,
+                                int lane) {
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < D * NT / 64; i++) {
+        const int at = lane + 32 * i, pair = at / 4 % (D / 8);
+        const tkvcu_four first = scale[2 * pair], second = scale[2 * pair + 1];
+        const tkvcu_words even = tkvcu_q_bytes(b.q[0][at], first), odd = tkvcu_q_bytes(b.q[1][at], second);
+        tkvcu_quad x;
+        x.x = even.x;
+        x.y = odd.x;
+        x.z = even.y;
+        x.w = odd.y;
+        out[at] = x;
+    }
+}
+
+/* The lane's word of slab k. */
+template <int D> TKVCU_DEVICE uint32_t tkvcu_q_word(const uint32_t *q, int nt, int k) {
+    return q[16 * (nt * (D / 8) + 2 * k)];
+}
+
+/* n slabs, parts of W bits of tiles that stand STRIDE bytes apart: sum += codes q, by plane; TOPS: and tops
+ * += what their 1-bit parts give. q: the lane's words of the first slab. */
+template <int D, int W, int STRIDE, int TOPS, int NT>
+TKVCU_DEVICE void tkvcu_k_part(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_at codes, uint32_t at,
+                               uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
+    const int upper = t % 2 * 4;
+    const uint32_t *end;
+    tkvcu_path<W, STRIDE> path;
+    tkvcu_path<1, 32> top_path;
+    int i, nt;
+    tkvcu_path_start(path, codes, at, g, t);
+    if (TOPS) tkvcu_path_start(top_path, codes, tops_at, g, t);
+#define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
+    {                                                                                                        \
+        uint32_t a[4];                                                                                       \
+        TKVCU_UNROLL                                                                                         \
+        for (i = 0; i < 2; i++) {                                                                            \
+            a[i] = tkvcu_field<W_, P>(X, i);                                                                 \
+            a[2 + i] = two ? tkvcu_field<W_, P>(Y, i) : 0;                                                   \
+        }                                                                                                    \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
+    }
+#define TKVCU_SLABS_                                                                                         \
+    {                                                                                                        \
+        tkvcu_tile<W> x, y;                                                                                  \
+        tkvcu_tile<1> v, w;                                                                                  \
+        uint32_t b[NT][2];                                                                                   \
+        tkvcu_path_take(x, path, 0, upper);                                                                  \
+        if (two) tkvcu_path_take(y, path, 1, upper);                                                         \
+        if (TOPS) tkvcu_path_take(v, top_path, 0, upper);                                                    \
+        if (TOPS && two) tkvcu_path_take(w, top_path, 1, upper);                                             \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) {                                                                        \
+            b[nt][0] = tkvcu_q_word<D>(q, nt, 0);                                                            \
+            b[nt][1] = two ? tkvcu_q_word<D>(q, nt, 1) : 0;                                                  \
+        }                                                                                                    \
+        TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 2)                                                                        \
+        TKVCU_PLANE_(sum, W, x, y, 3)                                                                        \
+        if (TOPS) {                                                                                          \
+            TKVCU_PLANE_(tops, 1, v, w, 0)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 1)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 2)                                                                   \
+            TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
+        }                                                                                                    \
+    }
+    end = q + n / 2 * 64;
+    TKVCU_ROLL
+    for (; q != end; q += 64) {
+        enum { two = 1 };
+        TKVCU_SLABS_
+        tkvcu_path_next(path);
+        if (TOPS) tkvcu_path_next(top_path);
+    }
+    if (n % 2) {
+        enum { two = 0 };
+        TKVCU_SLABS_
+    }
+#undef TKVCU_SLABS_
+#undef TKVCU_PLANE_
+}
+
+template <int NT> TKVCU_DEVICE void tkvcu_clear(int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        TKVCU_UNROLL
-        for (i = 0; i < 4; i++) s[0][nt][i] = mean[8 * nt + 2 * t + i % 2];
-    }
-    tkvcu_k_zeros<NT>(s[0], q, meta, side.kind == TKVCU_KIVI ? 0 : D / 16 - side.slabs[0], D / 16, g, t);
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
+}
+
+/* n slabs of codes with a part of W bits and one bit on top, the first of a sum: what the upper part's sums
+ * count is decided by where the fields stand. */
+template <int D, int W, int STRIDE, int NT>
+TKVCU_DEVICE void tkvcu_k_both(int32_t sum[4][NT][4], tkvcu_at codes, uint32_t at, uint32_t tops_at,
+                               const uint32_t *q, int n, int g, int t) {
+    int32_t tops[4][NT][4];
+    int p, nt, i;
+    tkvcu_clear<NT>(tops);
+    if (NT == 1) tkvcu_k_part<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
+    else
+        tkvcu_k_part<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g,
+                                      t); /* one after the other: registers */
     TKVCU_UNROLL
-    for (p = 1; p < 4; p++) {
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++)
+        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_bit<W>(p))) >> tkvcu_bit<1>(p));
+    if (NT > 1) tkvcu_k_part<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
+}
+
+/* s += weight times a part's sums, high and low bytes together. */
+template <int W, int NT>
+TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
+    int p, nt, i;
+    TKVCU_UNROLL
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++)
+        s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
+                           weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
+}
+
+/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
+ * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
+                                int g, int t) {
+    const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
+              n5 = side.slabs[5], n6 = side.slabs[6];
+    const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
+                   at3 = at4 + (uint32_t)(512 * n4), at2 = at3 + (uint32_t)(256 * n3);
+    const uint32_t tops5 = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
+    const uint32_t tops3 = tops5 + (uint32_t)(128 * n5), tops1 = tops3 + (uint32_t)(128 * n3);
+    const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
+    int32_t sum[4][NT][4];
+    if (n6) {
+        tkvcu_clear<NT>(sum);
+        tkvcu_k_part<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
+        tkvcu_k_add<2, NT>(s, sum, 16.0f);
+    }
+    if (n6 + n5 + n4) {
+        tkvcu_clear<NT>(sum);
+        if (n5) tkvcu_k_both<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
+        if (n6) tkvcu_k_part<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
+        if (n4) tkvcu_k_part<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
+        tkvcu_k_add<4, NT>(s, sum, 1.0f);
+    }
+    if (n3 + n2) {
+        tkvcu_clear<NT>(sum);
+        if (n3) tkvcu_k_both<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
+        if (n2) tkvcu_k_part<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
+        tkvcu_k_add<2, NT>(s, sum, 1.0f);
+    }
+    if (n1) {
+        tkvcu_clear<NT>(sum);
+        tkvcu_k_part<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
+        tkvcu_k_add<1, NT>(s, sum, 1.0f);
+    }
+    if (side.half_bits == 16) { /* Q8 */
+        tkvcu_clear<NT>(sum);
+        tkvcu_k_part<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
+        tkvcu_k_add<8, NT>(s, sum, 1.0f);
+    }
+}
+
+/* What a block of A adds to the codes of a channel, in units of its scale (format_a.h): offset / 8 - middle,
+ * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
+ * 0 here. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_offsets(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                  const uint32_t *span, const uint32_t *q, int t) {
+    int32_t sum[NT][4]; /* rows: offsets, largest codes */
+    int k, nt;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k += 2) {
+        const uint32_t at = (uint32_t)(D + 16 * k + 4 * t);
+        const uint32_t a[4] = {tkvcu_one(slot, at), span[4 * k + t], tkvcu_one(slot, at + 16),
+                               span[4 * k + 4 + t]};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            TKVCU_UNROLL
-            for (i = 0; i < 4; i++) s[p][nt][i] = s[0][nt][i];
+            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), tkvcu_q_word<D>(q, nt, k + 1)};
+            tkvcu_mma_ss(sum[nt], a, b);
         }
     }
+    TKVCU_ROLL
+    for (k = 0; k < side.slabs[6]; k++) { /* once more */
+        const uint32_t a[4] = {tkvcu_one(slot, (uint32_t)(D + 16 * k + 4 * t)), 0, 0, 0};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const uint32_t b[2] = {tkvcu_q_word<D>(q, nt, k), 0};
+            tkvcu_mma_ss(sum[nt], a, b);
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++)
+        s[nt] =
+            0.125f * (float)(256 * sum[nt][0] + sum[nt][1]) - 0.5f * (float)(256 * sum[nt][2] + sum[nt][3]);
 }
 
-/* All slabs of a K side, widest first; those without bits are means alone. */
+/* Products with q of what is the same for all tokens and has no scale, onto the static means': */
+/* KIVI's zeros. A lane takes 8 channels; rows g get those of its words 0 and 2, rows g + 8 of 1 and 3. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][4], const uint8_t *slot,
-                                const tkvcu_words *q, const tkvcu_scales *meta, int g, int t,
-                                uint32_t magic) {
-    tkvcu_tiles at;
-    at.wide = 0;
-    at.half = 0;
-    at.halves = side.code_bytes - 128u * (uint32_t)(side.slabs[1] + side.slabs[3] + side.slabs[5]);
-    if (side.kind == TKVCU_KIVI) {
-        at.halves = D / 4 * 64; /* of 3 bits */
-        if (side.half_bits == 4) tkvcu_k_run<2, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
-        else if (side.half_bits == 6) tkvcu_k_run<3, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
-        else if (side.half_bits == 8) tkvcu_k_run<4, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
-        else tkvcu_k_run<8, NT, 0>(s, slot, at, q, meta, D / 16, g, t, magic);
-        return;
-    }
-#define TKVCU_WIDTH_(W)                                                                                      \
-    if (side.slabs[W]) {                                                                                     \
-        const int n = side.slabs[W];                                                                         \
-        tkvcu_k_run<W, NT, 1>(s, slot, at, q, meta, n, g, t, magic);                                         \
-        at.wide += (uint32_t)n * 256u * (uint32_t)tkvcu_field<W>::vectors;                                   \
-        at.half += tkvcu_field<W>::half * 4 * n;                                                             \
-        q += n * NT * 32;                                                                                    \
-        meta += 4 * n;                                                                                       \
-    }
-    TKVCU_WIDTH_(6)
-    TKVCU_WIDTH_(5)
-    TKVCU_WIDTH_(4)
-    TKVCU_WIDTH_(3)
-    TKVCU_WIDTH_(2)
-    TKVCU_WIDTH_(1)
-#undef TKVCU_WIDTH_
-}
-
-/* >>softmax. Scores are q.k with the sign of the scale in q; logits, base 2, are scores times tkvcu_slope. */
-TKVCU_DEVICE float tkvcu_slope(const tkvcu_job &j) {
-    return (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * 1.44269504f;
-}
-
-/* With a softcap: score as what the slope makes a logit of. */
-TKVCU_DEVICE float tkvcu_capped(const tkvcu_job &j, float s) {
-    return tanhf(s * (fabsf(j.scale) / j.softcap));
-}
-
-/* New maxima of the columns are known (in all lanes of a column): moves the running ones where they grew by much, or
- * began. */
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, float most[NT][2]) {
-    int nt, i, k, grew = 0;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) {
-        float x = most[nt][i];
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
-        most[nt][i] = x;
-        grew |= x > u.soft.m[nt][i] + 4.0f;
-    }
-    if (!TKVCU_RARELY(__any_sync(0xffffffffu, grew))) return;
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) {
-        const float m = fmaxf(u.soft.m[nt][i], most[nt][i]), by = tkvcu_ex2(u.soft.m[nt][i] - m);
-        u.soft.m[nt][i] = m;
-        u.soft.l[nt][i] *= by;
-        TKVCU_UNROLL
-        for (k = 0; k < D / 16; k++) {
-            u.o[k][nt][i] *= by;
-            u.o[k][nt][2 + i] *= by;
-        }
-        TKVCU_UNROLL
-        for (k = 0; k < VG; k++) u.zero[k][nt][i] *= by;
-    }
-}
-
-/* >>V */
-/* The sums in other units, larger ones. */
-template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_retop(tkvcu_sums<D, NT, VG> &u, int top) {
-    const float by = tkvi_from_bits((uint32_t)tkvi_max(0, 127 + u.top - top) << 23);
+TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_block<D, NT> &b,
+                                const tkvcu_lane &me) {
+    float first[NT][4], second[NT][4];
     int k, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        TKVCU_UNROLL
-        for (k = 0; k < D / 16; k++) u.o[k][nt][i] *= by;
-    }
-    u.top = top;
-}
-
-/* Scales of the tokens in units of 2^u.top, with what undoes their plane's factor; KIVI: zeros, as they are. The
- * units become those of the largest scale when there are none yet, or one is above 8: a weight is 2^12 at most (by
- * TKVCU_LIFT, and 4 that the maximum may lag behind), so weights times scales are at most 2^15: no half overflows,
- * whatever the values are. */
-template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_meta(tkvcu_sums<D, NT, VG> &u, const tkvcu_side &s, const uint8_t *slot, float *out,
-                               int lane, const float *v_log) {
-    const uint8_t *m = slot + s.code_bytes;
-    const int width = s.half_bits / 2, kivi = s.kind == TKVCU_KIVI, n = kivi ? 2 * VG : 2;
-    const int plane = lane % 16 / 4; /* of all tokens of this lane */
-    const int up = s.half_bits == 3 ? TKVCU_PAIR_BITS
-                   : width == 1     ? 6 + plane
-                   : width == 2     ? 2 + 2 * plane
-                   : width == 3     ? 1 + plane / 2 * 4
-                   : width == 4     ? 2 + plane % 2 * 4
-                                    : 2;
-    float x[2 * VG], most = 0.0f, by;
-    int i;
+    for (i = 0; i < 4; i++) first[nt][i] = second[nt][i] = 0.0f;
     TKVCU_UNROLL
-    for (i = 0; i < 2 * VG; i++) {
-        const int at = lane + 32 * i;
-        if (i >= n) continue;
-        if (kivi) {
-            x[i] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 2 * at));
-            out[64 * VG + at] = tkvcu_f16_lo(*(const uint16_t *)(const void *)(m + 128 * VG + 2 * at));
-        } else {
-            x[i] = v_log[m[at]];
-        }
-        most = fmaxf(most, x[i]);
-    }
-    if (TKVCU_RARELY(__any_sync(0xffffffffu, most > tkvi_from_bits((uint32_t)(127 + 3 + u.top) << 23)))) {
-        uint32_t bits;
-        TKVCU_UNROLL
-        for (i = 1; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        memcpy(&bits, &most, 4);
-        tkvcu_retop(u, (int)(bits >> 23) - 127);
-    }
-    by = tkvi_from_bits((uint32_t)(127 - up - u.top) << 23);
-    TKVCU_UNROLL
-    for (i = 0; i < 2 * VG; i++)
-        if (i < n) out[lane + 32 * i] = x[i] * by;
-}
-
-/* Weights p (lane's rows and columns) as second operands of V's product. */
-template <int NT>
-TKVCU_DEVICE void tkvcu_turn(const float w[4][NT][4], const float *scale, uint8_t *memory,
-                             uint32_t b[4][NT][2], int g, int t, int lane) {
-    int p, nt, s;
-    __syncwarp();
-    TKVCU_UNROLL
-    for (p = 0; p < 4; p++) {
-        const float x = scale[16 * p + 2 * g], y = scale[16 * p + 2 * g + 1];
+    for (k = 0; k < D / 32; k++) {
+        const tkvcu_quad z = *(const tkvcu_quad *)(const void *)(slot + 2 * D + 64 * k + 16 * me.t);
+        const uint32_t a[4] = {z.x, z.y, z.z, z.w};
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            uint8_t *at = memory + 1024 * nt + 4 * t;
-            *(uint32_t *)(void *)(at + 16 * (16 * p + (g ^ 2 * p))) =
-                tkvcu_f16x2(w[p][nt][0] * x, w[p][nt][1] * x);
-            *(uint32_t *)(void *)(at + 16 * (16 * p + 8 + (g ^ (2 * p + 1)))) =
-                tkvcu_f16x2(w[p][nt][2] * y, w[p][nt][3] * y);
+            const tkvcu_quad q = ((const tkvcu_quad *)(const void *)b.part)[(k * NT + nt) * 32 + me.lane];
+            const uint32_t even[2] = {q.x, q.y}, odd[2] = {q.z, q.w};
+            tkvcu_mma_f16(first[nt], a, even);
+            tkvcu_mma_f16(second[nt], a, odd);
         }
     }
-    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) s[nt] += (first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]);
+}
+
+/* Means of A's channels without codes. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8_t *slot,
+                                const tkvcu_block<D, NT> &b, const tkvcu_lane &me) {
+    float sum[NT][4];
+    int k, nt, i;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (s = 0; s < 4; s += 2) { /* matrices: steps s and s + 1, bytes 0, 2 and 1, 3 */
-        const int odd = lane / 8 % 2, row = 2 * (s + lane / 16) + lane % 2, plane = lane % 8 / 2;
-        uint32_t r[4];
-        tkvcu_ldmatrix_x4_trans(r,
-                                memory + 1024 * nt + 16 * (16 * plane + 8 * odd + (row ^ (2 * plane + odd))));
-        b[s][nt][0] = r[0];
-        b[s][nt][1] = r[1];
-        b[s + 1][nt][0] = r[2];
-        b[s + 1][nt][1] = r[3];
+    for (i = 0; i < 4; i++) sum[nt][i] = 0.0f;
+    TKVCU_ROLL
+    for (k = D / 16 - side.slabs[0]; k < D / 16; k++) { /* low bytes, then high ones */
+        const uint32_t at = (uint32_t)(16 * k + 4 * tkvcu_kept(me.t));
+        const uint32_t low = tkvcu_one(slot, at), high = tkvcu_one(slot, D + at);
+        const uint32_t x = tkvcu_prmt(low, high, 0x5140), y = tkvcu_prmt(low, high, 0x7362),
+                       a[4] = {x, x, y, y};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_words part = b.part[k][nt][me.lane];
+            const uint32_t q[2] = {part.x, part.y};
+            tkvcu_mma_f16(sum[nt], a, q);
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) s[nt] += sum[nt][0] + sum[nt][1];
+}
+
+/* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
+/* Maxima of the columns of a unit (in all lanes of a column): moves the running ones where they grew by
+ * much, or began. f: what weights of the unit count in units of the running maximum. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_follow(tkvcu_sums<D, NT, VG> &u, const float most[NT], float f[NT]) {
+    int nt, i, k, grew = 0;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) grew |= most[nt] > u.soft.m[nt] + 4.0f;
+    if (TKVCU_RARELY(__any_sync(0xffffffffu, grew))) {
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const float m = fmaxf(u.soft.m[nt], most[nt]), by = tkvcu_ex2(u.soft.m[nt] - m);
+            u.soft.m[nt] = m;
+            u.soft.l[nt] *= by;
+            TKVCU_UNROLL
+            for (k = 0; k < D / 16; k++) TKVCU_UNROLL
+            for (i = 0; i < 2; i++) u.o[k][nt][i] *= by;
+            TKVCU_UNROLL
+            for (k = 0; k < VG; k++) u.zero[k][nt] *= by;
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) f[nt] = tkvcu_ex2(most[nt] - u.soft.m[nt]);
+}
+
+/* Of the lanes of a column. */
+TKVCU_DEVICE float tkvcu_column_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 4));
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 8));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 16));
+}
+
+/* >>V: whole numbers too. Weight times the token's scale has 16 bits, two columns of bytes; the unit's
+ * largest is TKVCU_P_MOST. */
+template <int VG>
+TKVCU_DEVICE void tkvcu_v_scales(const tkvcu_side &s, const uint8_t *slot, tkvcu_pair *out, int lane,
+                                 const float *v_log) {
+    int i;
+    if (s.kind == TKVCU_KIVI) {
+        TKVCU_UNROLL
+        for (i = 0; i < 2 * VG; i++) { /* scales of the groups, then their zeros */
+            const uint32_t x = tkvcu_one(slot, (uint32_t)(128 * i + 4 * lane));
+            const tkvcu_pair y = {tkvcu_f16_lo(x), tkvcu_f16_lo(x >> 16)};
+            out[32 * i + lane] = y;
+        }
+    } else {
+        const uint32_t x = *(const uint16_t *)(const void *)(slot + 2 * lane);
+        const tkvcu_pair y = {v_log[tkvcu_prmt(x, 0, 0x4440)], v_log[tkvcu_prmt(x, 0, 0x4441)]};
+        out[lane] = y;
     }
 }
 
-/* Slabs FIRST .. FIRST+N-1 of V, width W: O += codes P - 1024 P, with R also - middle P. */
-template <int D, int W, int FIRST, int N, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_run(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
-                              int rotated, int g, int t, uint32_t magic) {
-    const uint8_t *halves = slot + D / 4 * 64 * (int)tkvcu_field<W>::vectors;
-    float bias[NT][4];
+/* Weights p of the lane's tokens (slab, column, word) times their scales, as second operands: b[m] has the
+ * tokens of planes 2 m and 2 m + 1 of tile t, column g: high bytes of column g / 2, or low ones. smaller: by
+ * so much, as an exponent, those of this lane's plane (unpack.h). unit: what 1 of them is. sum: of weights
+ * times scales, this lane's. */
+template <int NT>
+TKVCU_DEVICE void tkvcu_weights(const float p[4][NT][2], const tkvcu_pair *scale, uint8_t *memory,
+                                uint32_t smaller, uint32_t b[2][NT][2], float unit[NT], float sum[NT], int g,
+                                int t) {
+    const uint32_t select = g % 2 ? 0x6420u : 0x7531u;
     int i, k, nt;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
-    TKVCU_UNROLL
-    for (k = 0; k < 4; k++) { /* 1024, or 1024 + middle * factor, is a half exactly: of up to 4 bits */
-        const float middle = rotated ? 0.5f * (float)((1 << W) - 1) * (float)(1 << tkvcu_bit<W>(k)) : 0.0f;
-        const uint32_t x = tkvcu_f16x2(-1024.0f - middle, -1024.0f - middle), a[4] = {x, x, x, x};
+    for (nt = 0; nt < NT; nt++) {
+        float w[4][2], most = TKVCU_TINY, up;
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(bias[nt], a, b[k][nt]);
+        for (k = 0; k < 4; k++) {
+            const tkvcu_pair x = scale[8 * k + g];
+            w[k][0] = p[k][nt][0] * x.x;
+            w[k][1] = p[k][nt][1] * x.y;
+            sum[nt] = k ? sum[nt] + (w[k][0] + w[k][1]) : w[k][0] + w[k][1];
+            most = fmaxf(fmaxf(most, w[k][0]), w[k][1]);
+        }
+        most = tkvcu_column_max(most);
+        unit[nt] = most * (1.0f / TKVCU_P_MOST);
+        up = TKVCU_P_MOST * tkvcu_rcp(most);
+        up = tkvi_from_bits(tkvi_bits(up) - smaller);
+        TKVCU_UNROLL
+        for (k = 0; k < 4; k++)
+            *(uint32_t *)(void *)(memory + (4 * nt + t) * TKVCU_WEIGHTS_ROW + 32 * k + 4 * g) = tkvcu_prmt(
+                tkvi_bits(fmaf(w[k][0], up, TKVCU_WHOLE)), tkvi_bits(fmaf(w[k][1], up, TKVCU_WHOLE)), 0x5410);
     }
+    __syncwarp();
     TKVCU_UNROLL
-    for (k = FIRST; k < FIRST + N; k++) {
-        float sum[NT][4];
-        uint32_t a[4];
-        tkvcu_tile<W> tile;
-        tkvcu_fetch<W>(tile, slot + (4 * k + t) * (64 * (int)tkvcu_field<W>::vectors),
-                       halves + (2 * k + t / 2) * 64, t % 2 * 4, g);
-        tkvcu_fragment<W, 0>(tile, a, magic);
+    for (nt = 0; nt < NT; nt++) {
+        const tkvcu_quad *from =
+            (const tkvcu_quad *)(const void *)(memory + (4 * nt + g / 2) * TKVCU_WEIGHTS_ROW + 32 * t);
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_f16_onto(sum[nt], a, b[0][nt], bias[nt]);
-#define TKVCU_PLANE_(P)                                                                                      \
-    tkvcu_fragment<W, P>(tile, a, magic);                                                                    \
-    TKVCU_UNROLL                                                                                             \
-    for (nt = 0; nt < NT; nt++) tkvcu_mma_f16(sum[nt], a, b[P][nt]);
-        TKVCU_PLANE_(1)
-        TKVCU_PLANE_(2)
-        TKVCU_PLANE_(3)
-#undef TKVCU_PLANE_
+        for (i = 0; i < 2; i++) {
+            const tkvcu_quad x = from[i];
+            b[i][nt][0] = tkvcu_prmt(x.x, x.y, select);
+            b[i][nt][1] = tkvcu_prmt(x.z, x.w, select);
+        }
+    }
+}
+
+/* o += a slab's sums, high and low bytes together. */
+template <int D, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_add(tkvcu_sums<D, NT, VG> &u, int slab, const int32_t sum[NT][4],
+                              const float unit[NT]) {
+    int nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++)
+        u.o[slab][nt][i] =
+            fmaf((float)(256 * sum[nt][2 * i] + sum[nt][2 * i + 1]), unit[nt], u.o[slab][nt][i]);
+}
+
+/* All slabs of V, width W. Groups of channels have weights of their own. */
+template <int D, int W, int NT, int VG>
+TKVCU_DEVICE void tkvcu_v_codes(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at,
+                                const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g, int t) {
+    int k, i, m, nt;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 16; k++) {
+        tkvcu_v_tile<W> x;
+        uint32_t plane[2][4];
+        int32_t sum[NT][4];
+        const int group = k * VG / (D / 16);
+        tkvcu_fetch_v<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
         TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) u.o[k][nt][i] += sum[nt][i];
+        for (i = 0; i < 2; i++) tkvcu_planes<W>(x, i, plane[i]);
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
+        TKVCU_UNROLL
+        for (m = 0; m < 2; m++) {
+            const uint32_t a[4] = {plane[0][2 * m], plane[1][2 * m], plane[0][2 * m + 1],
+                                   plane[1][2 * m + 1]};
+            TKVCU_UNROLL
+            for (nt = 0; nt < NT; nt++) tkvcu_mma_uu(sum[nt], a, b[group][m][nt]);
+        }
+        tkvcu_v_add(u, k, sum, unit[group]);
     }
 }
 
 /* The same of R with pairs: 16 lanes of a tile are channels of two slabs. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const uint8_t *slot, const uint32_t b[4][NT][2],
-                                int g, int t) {
-    const uint32_t minus[4] = {TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS, TKVCU_PAIR_MINUS};
-    float bias[NT][4];
-    int i, k, nt, h;
+TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
+                                const float unit[NT], int g, int t) {
+    uint32_t turned[2][NT][2];
+    float small[NT];
+    int i, k, nt, h, m;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
+        small[nt] = unit[nt] * TKVCU_PAIR_UNIT;
         TKVCU_UNROLL
-        for (i = 0; i < 4; i++) bias[nt][i] = 0.0f;
-        TKVCU_UNROLL
-        for (k = 0; k < 4; k++) tkvcu_mma_f16(bias[nt], minus, b[k][nt]);
+        for (m = 0; m < 2; m++) tkvcu_pair_weights(b[m][nt], turned[m][nt]);
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        tkvcu_pair_tile tile;
+        tkvcu_v_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_fetch_pairs(tile, slot + (4 * k + t) * 64, slot + D / 8 * 64 + (2 * k + t / 2) * 64, t % 2 * 4,
-                          g);
+        tkvcu_fetch_v<3>(x, at, D / 8 * 64, k, g, t);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
-            code[0][i] = tkvcu_pair_codes<0>(tile, i);
-            code[1][i] = tkvcu_pair_codes<2>(tile, i);
+            code[0][i] = tkvcu_pair_codes<0>(x, i);
+            code[1][i] = tkvcu_pair_codes<2>(x, i);
         }
         TKVCU_UNROLL
         for (h = 0; h < 2; h++) {
-            float sum[NT][4];
+            int32_t sum[NT][4];
             TKVCU_UNROLL
-            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) sum[nt][i] = bias[nt][i];
+            for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
             TKVCU_UNROLL
-            for (i = 0; i < 2; i++) {
-                uint32_t a[2][4];
-                tkvcu_pair_fragments(code[i], tkvcu_pair_points(h), a);
+            for (m = 0; m < 2; m++) {
+                uint32_t a[4];
+                tkvcu_pair_fragment(code[m], tkvcu_pair_points(h), a);
                 TKVCU_UNROLL
-                for (nt = 0; nt < NT; nt++) {
-                    tkvcu_mma_f16(sum[nt], a[0], b[2 * i][nt]);
-                    tkvcu_mma_f16(sum[nt], a[1], b[2 * i + 1][nt]);
-                }
+                for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, turned[m][nt]);
             }
-            TKVCU_UNROLL
-            for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) u.o[2 * k + h][nt][i] += sum[nt][i];
+            tkvcu_v_add(u, 2 * k + h, sum, small);
         }
     }
-}
-
-template <int D, int FIRST, int N, int NT, int VG>
-TKVCU_DEVICE void tkvcu_v_width(int width, tkvcu_sums<D, NT, VG> &u, const uint8_t *slot,
-                                const uint32_t b[4][NT][2], int rotated, int g, int t, uint32_t magic) {
-    if (width == 2) tkvcu_v_run<D, 2, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
-    else if (width == 3) tkvcu_v_run<D, 3, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
-    else if (width == 4) tkvcu_v_run<D, 4, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
-    else if (width == 1) tkvcu_v_run<D, 1, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
-    else tkvcu_v_run<D, 8, FIRST, N, NT, VG>(u, slot, b, rotated, g, t, magic);
 }
 
 /* >>units */
@@ -648,192 +786,233 @@ TKVCU_DEVICE int tkvcu_sees(const tkvcu_job &j, int query, int position) {
     return position <= query && (j.window == 0 || position > query - j.window);
 }
 
-/* Logits and weights of a coded unit in place: s[plane][n-tile][row of the lane, column]. */
+/* Sums of a coded unit become weights: s[slab of 16 tokens][n-tile][word]. A score is q's unit times s, and
+ * base. */
 template <int D, int NT, int VG>
-TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_task &k, tkvcu_sums<D, NT, VG> &u,
-                              float s[4][NT][4], int position, int g, int t) {
+TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, tkvcu_sums<D, NT, VG> &u,
+                              float s[4][NT][2], float unit, const float base[NT], float f[NT], int position,
+                              int g, int t) {
+    const tkvcu_task &k = b.task;
     const int oldest = k.reach.len - j.n_queries;
     const int masked =
         TKVCU_RARELY(position + 63 > oldest || (j.window && position <= k.reach.len - 1 - j.window));
-    const float slope = tkvcu_slope(j);
-    float most[NT][2];
+    float times[NT], least[NT], most[NT];
     int p, nt, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        const float slope = b.slope[4 * nt + t];
+        times[nt] = unit * slope;
+        least[nt] = base[nt] * slope;
+    }
     if (TKVCU_RARELY(j.softcap > 0.0f)) {
         TKVCU_UNROLL
-        for (p = 0; p < 4; p++) TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) s[p][nt][i] = tkvcu_capped(j, s[p][nt][i]);
+        for (nt = 0; nt < NT; nt++) {
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) TKVCU_UNROLL
+            for (i = 0; i < 2; i++) s[p][nt][i] = tanhf(fmaf(s[p][nt][i], times[nt], least[nt]));
+            times[nt] = j.softcap * TKVCU_LOG2E;
+            least[nt] = 0.0f;
+        }
     }
     if (masked) {
         TKVCU_UNROLL
-        for (p = 0; p < 4; p++) TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            const int query = tkvcu_position_of_query(j, k, 8 * nt + 2 * t + i % 2);
-            if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i / 2)) s[p][nt][i] = -INFINITY;
+        for (nt = 0; nt < NT; nt++) {
+            const int query = tkvcu_position_of_query(j, k, 4 * nt + t);
+            if (times[nt] == 0.0f) times[nt] = 1e-37f; /* times infinity that shall be no weight */
+            TKVCU_UNROLL
+            for (p = 0; p < 4; p++) TKVCU_UNROLL
+            for (i = 0; i < 2; i++)
+                if (!tkvcu_sees(j, query, position + 16 * p + 2 * g + i)) s[p][nt][i] = -INFINITY;
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) {
-        float x = fmaxf(s[0][nt][i], s[0][nt][i + 2]);
+    for (nt = 0; nt < NT; nt++) {
+        float x = TKVCU_UNSEEN; /* where nothing is seen that is what weights are taken from: they are 0 */
         TKVCU_UNROLL
-        for (p = 1; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][i]), s[p][nt][i + 2]);
-        most[nt][i] = fmaxf(x * slope, TKVCU_NOTHING);
+        for (p = 0; p < 4; p++) x = fmaxf(fmaxf(x, s[p][nt][0]), s[p][nt][1]);
+        x = tkvcu_column_max(x);
+        most[nt] = x > TKVCU_UNSEEN ? fmaf(x, times[nt], least[nt]) : TKVCU_NOTHING;
+        least[nt] = -x * times[nt];
     }
-    tkvcu_follow(u, most);
+    tkvcu_follow(u, most, f);
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (p = 0; p < 4; p++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], slope, TKVCU_LIFT - u.soft.m[nt][i % 2]));
-        u.soft.l[nt][i % 2] += s[p][nt][i];
+    for (nt = 0; nt < NT; nt++) {
+        float l;
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) {
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) s[p][nt][i] = tkvcu_ex2(fmaf(s[p][nt][i], times[nt], least[nt]));
+            l = p ? l + (s[p][nt][0] + s[p][nt][1]) : s[p][nt][0] + s[p][nt][1];
+        }
+        u.soft.l[nt] = fmaf(l, f[nt], u.soft.l[nt]);
     }
 }
 
-/* One side of a coded unit that lies in `slot`. s: logits after K, weights for V. */
+/* One side of a coded unit that lies in `slot`. s: weights, f: what they count, for V. */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][4], const uint8_t *slot,
+                                tkvcu_sums<D, NT, VG> &u, float s[4][NT][2], float f[NT], const uint8_t *slot,
                                 int position) {
     const tkvcu_side &side = TKVCU_SIDE(b, 0);
-    tkvcu_k_meta<D, NT>(side, slot, b, me.meta, me.lane);
+    tkvcu_four *scale = (tkvcu_four *)(void *)me.work;
+    tkvcu_quad *q = (tkvcu_quad *)(void *)(me.work + 4 * D);
+    const uint32_t *mine = (const uint32_t *)(const void *)q + me.t / 2 * 16 + 2 * me.g + me.t % 2;
+    float base[NT], offset[NT];
+    const float unit = tkvcu_k_scales<D, NT>(side, slot, b, scale, me.lane);
+    int p, nt;
     __syncwarp();
-    tkvcu_k_begin<D, NT>(side, s, &b.q[0][0][0], me.meta, b.mean, me.g, me.t);
-    tkvcu_k_codes<D, NT>(side, s, slot, &b.q[0][0][0], me.meta, me.g, me.t, b.magic);
-    tkvcu_weigh(j, b.task, u, s, position, me.g, me.t);
+    tkvcu_q_codes<D, NT>(b, scale, q, me.lane);
+    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        base[nt] = b.mean[4 * nt + me.t];
+        offset[nt] = 0.0f;
+    }
+    if (side.kind == TKVCU_KIVI) {
+        tkvcu_k_zeros<D, NT>(base, slot, b, me);
+    } else {
+        tkvcu_k_offsets<D, NT>(side, offset, slot, b.span, mine, me.t);
+        if (side.slabs[0]) tkvcu_k_means<D, NT>(side, base, slot, b, me);
+    }
+    TKVCU_UNROLL
+    for (p = 0; p < 4; p++) TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
+    tkvcu_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
+    tkvcu_weigh(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_coded_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[4][NT][4], const uint8_t *slot) {
+                                const float s[4][NT][2], const float f[NT], const uint8_t *slot) {
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
-    const int groups = side.kind == TKVCU_KIVI ? D / 64 : 1;
-    const int width = side.half_bits / 2;
-    uint32_t w[4][NT][2];
+    const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
+    const int pairs = side.half_bits == 3;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
+    tkvcu_pair *scale = (tkvcu_pair *)(void *)me.work;
+    uint8_t *memory = me.work + 512 * VG;
+    uint32_t w[VG][2][NT][2];
+    float unit[VG][NT], sum[NT];
     int i, p, nt;
-    tkvcu_v_meta(u, side, slot, me.weights_meta, me.lane, b.v_log);
+    tkvcu_v_scales<VG>(side, slot, scale, me.lane, b.v_log);
     __syncwarp();
-    if (side.kind == TKVCU_KIVI) {
-        TKVCU_UNROLL
-        for (i = 0; i < VG; i++) {
-            const float *zero = me.weights_meta + 64 * (groups + i);
-            if (i >= groups) continue;
+    TKVCU_UNROLL
+    for (i = 0; i < VG; i++) {
+        if (i > 0 && !kivi) { /* one group here */
             TKVCU_UNROLL
-            for (p = 0; p < 4; p++) TKVCU_UNROLL
             for (nt = 0; nt < NT; nt++) {
-                const float x = zero[16 * p + 2 * me.g], y = zero[16 * p + 2 * me.g + 1];
-                u.zero[i][nt][0] += s[p][nt][0] * x + s[p][nt][2] * y;
-                u.zero[i][nt][1] += s[p][nt][1] * x + s[p][nt][3] * y;
+                TKVCU_UNROLL
+                for (p = 0; p < 4; p++) w[i][p / 2][nt][p % 2] = w[0][p / 2][nt][p % 2];
+                unit[i][nt] = unit[0][nt];
+                u.zero[i][nt] = u.zero[0][nt];
             }
+            continue;
+        }
+        tkvcu_weights<NT>(s, scale + 32 * i, memory + i * (4 * TKVCU_WEIGHTS_ROW * NT), smaller, w[i],
+                          unit[i], sum, me.g, me.t);
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            float zero = 0.0f;
+            if (kivi) {
+                TKVCU_UNROLL
+                for (p = 0; p < 4; p++) {
+                    const tkvcu_pair x = scale[32 * (VG + i) + 8 * p + me.g];
+                    zero = fmaf(s[p][nt][1], x.y, fmaf(s[p][nt][0], x.x, zero));
+                }
+            } else if (!pairs) {
+                zero = -0.5f * (float)((1 << width) - 1) * sum[nt];
+            }
+            u.zero[i][nt] = fmaf(zero, f[nt], u.zero[i][nt]);
+            unit[i][nt] *= f[nt];
         }
     }
-    tkvcu_turn<NT>(s, me.weights_meta, me.p, w, me.g, me.t, me.lane);
-    if (side.half_bits == 3) {
-        tkvcu_v_pairs<D, NT, VG>(u, slot, w, me.g, me.t);
-    } else if (VG == 1 || groups == 1) {
-        tkvcu_v_width<D, 0, D / 16, NT, VG>(width, u, slot, w, side.kind == TKVCU_R, me.g, me.t, b.magic);
-    } else {
-        tkvcu_v_width<D, 0, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, b.magic);
-        tkvcu_turn<NT>(s, me.weights_meta + 64, me.p, w, me.g, me.t, me.lane);
-        tkvcu_v_width<D, D / 16 / VG, D / 16 / VG, NT, VG>(width, u, slot, w, 0, me.g, me.t, b.magic);
-    }
+    if (pairs) tkvcu_v_pairs<D, NT, VG>(u, me.v_at, w[0], unit[0], me.g, me.t);
+    else if (width == 2) tkvcu_v_codes<D, 2, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 3) tkvcu_v_codes<D, 3, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 4) tkvcu_v_codes<D, 4, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else if (width == 1) tkvcu_v_codes<D, 1, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
+    else tkvcu_v_codes<D, 8, NT, VG>(u, me.v_at, w, unit, me.g, me.t);
 }
 
-/* 16 exact tokens. Here rows g and g + 8 are tokens, or channels, g and g + 8. */
+/* >>16 exact tokens: products of 16-bit values. Rows g and g + 8 are tokens, or channels, g and g + 8; a
+ * query, or a weight, goes in as what its 16 bits hold and what they leave: again two columns. */
 template <int D> TKVCU_DEVICE const uint8_t *tkvcu_chunk(const uint8_t *slot, int row, int chunk) {
     return slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7)));
 }
 
+TKVCU_DEVICE void tkvcu_mma_16(float c[4], const uint32_t a[4], const uint32_t b[2], int bf16) {
+    if (bf16) tkvcu_mma_bf16(c, a, b);
+    else tkvcu_mma_f16(c, a, b);
+}
+
+/* Two values in 16 bits each, or what is left of them then. */
+TKVCU_DEVICE uint32_t tkvcu_part_of(float x, float y, int low, int bf16) {
+    uint32_t two = bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+    if (!low) return two;
+    x -= bf16 ? tkvcu_bf16_lo(two) : tkvcu_f16_lo(two);
+    y -= bf16 ? tkvcu_bf16_hi(two) : tkvcu_f16_lo(two >> 16);
+    return bf16 ? tkvcu_bf16x2(x, y) : tkvcu_f16x2(x, y);
+}
+
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_exact_k(const tkvcu_job &j, const tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                                tkvcu_sums<D, NT, VG> &u, float s[NT][4], const uint8_t *slot, int position,
-                                int rows) {
+                                tkvcu_sums<D, NT, VG> &u, float s[NT][2], float f[NT], const uint8_t *slot,
+                                int position, int rows) {
     const int i8 = me.lane % 8, m = me.lane / 8;
-    const float slope = tkvcu_slope(j);
-    float most[NT][2];
+    float sum[NT][4], most[NT];
     int c, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt][0] = s[nt][1] = s[nt][2] = s[nt][3] = 0.0f;
+    for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0.0f;
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
         uint32_t a[4];
         tkvcu_ldmatrix_x4(a, tkvcu_chunk<D>(slot, i8 + m % 2 * 8, 2 * c + m / 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            const tkvcu_words x = b.q[c][nt][me.lane];
+            const tkvcu_words x = b.part[c][nt][me.lane];
             const uint32_t q[2] = {x.x, x.y};
-            if (b.side[0].bf16) {
-                const tkvcu_words y = b.q_low[c][nt][me.lane];
-                const uint32_t low[2] = {y.x, y.y};
-                tkvcu_mma_bf16(s[nt], a, q);
-                tkvcu_mma_bf16(s[nt], a, low);
-            } else {
-                tkvcu_mma_f16(s[nt], a, q);
-            }
+            tkvcu_mma_16(sum[nt], a, q, b.side[0].bf16);
         }
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        most[nt][0] = most[nt][1] = TKVCU_NOTHING;
+        const int query = tkvcu_position_of_query(j, b.task, 4 * nt + me.t);
+        const float slope = b.slope[4 * nt + me.t];
+        most[nt] = TKVCU_NOTHING;
         TKVCU_UNROLL
-        for (i = 0; i < 4; i++) {
-            const int row = me.g + i / 2 * 8,
-                      query = tkvcu_position_of_query(j, b.task, 8 * nt + 2 * me.t + i % 2);
-            const float x = j.softcap > 0.0f ? tkvcu_capped(j, s[nt][i]) : s[nt][i];
-            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x * slope : TKVCU_NOTHING;
-            most[nt][i % 2] = fmaxf(most[nt][i % 2], s[nt][i]);
+        for (i = 0; i < 2; i++) {
+            const int row = me.g + 8 * i;
+            float x = (sum[nt][2 * i] + sum[nt][2 * i + 1]) * slope;
+            if (j.softcap > 0.0f) x = tanhf(x) * (j.softcap * TKVCU_LOG2E);
+            s[nt][i] = row < rows && tkvcu_sees(j, query, position + row) ? x : -INFINITY;
+            most[nt] = fmaxf(most[nt], s[nt][i]);
         }
+        most[nt] = tkvcu_column_max(most[nt]);
     }
-    tkvcu_follow(u, most);
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++) {
-        s[nt][i] = tkvcu_ex2(s[nt][i] + (TKVCU_LIFT - u.soft.m[nt][i % 2]));
-        u.soft.l[nt][i % 2] += s[nt][i];
-    }
-}
-
-/* Weights of 16 tokens as the second operand. */
-template <int NT>
-TKVCU_DEVICE void tkvcu_turn_exact(const uint32_t w[NT][2], uint8_t *memory, uint32_t b[NT][2], int g, int t,
-                                   int lane) {
-    uint32_t r[4];
-    int nt;
-    __syncwarp();
+    tkvcu_follow(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        *(uint32_t *)(void *)(memory + 1024 * nt + 16 * g + 4 * t) = w[nt][0];
-        *(uint32_t *)(void *)(memory + 1024 * nt + 16 * (g + 8) + 4 * t) = w[nt][1];
-    }
-    __syncwarp();
-    TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        tkvcu_ldmatrix_x4_trans(r, memory + 1024 * nt + 16 * (lane % 16));
-        b[nt][0] = r[0];
-        b[nt][1] = r[1];
+        TKVCU_UNROLL
+        for (i = 0; i < 2; i++) s[nt][i] = tkvcu_ex2(s[nt][i] - most[nt]);
+        u.soft.l[nt] = fmaf(s[nt][0] + s[nt][1], f[nt], u.soft.l[nt]);
     }
 }
 
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &me, tkvcu_sums<D, NT, VG> &u,
-                                const float s[NT][4], const uint8_t *slot) {
+                                const float s[NT][2], const float f[NT], const uint8_t *slot) {
     const int i8 = me.lane % 8, m = me.lane / 8, bf16 = b.side[1].bf16;
-    uint32_t w[NT][2], p[NT][2], low[NT][2];
-    int c, nt;
+    float *weight = (float *)(void *)me.work; /* [column][16 tokens] */
+    uint32_t p[NT][2];
+    int c, nt, i;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) {
-        w[nt][0] = bf16 ? tkvcu_bf16x2(s[nt][0], s[nt][1]) : tkvcu_f16x2(s[nt][0], s[nt][1]);
-        w[nt][1] = bf16 ? tkvcu_bf16x2(s[nt][2], s[nt][3]) : tkvcu_f16x2(s[nt][2], s[nt][3]);
-    }
-    tkvcu_turn_exact<NT>(w, me.p, p, me.g, me.t, me.lane);
-    if (bf16) {
-        TKVCU_UNROLL
-        for (nt = 0; nt < NT; nt++) {
-            w[nt][0] = tkvcu_bf16x2(s[nt][0] - tkvcu_bf16_lo(w[nt][0]), s[nt][1] - tkvcu_bf16_hi(w[nt][0]));
-            w[nt][1] = tkvcu_bf16x2(s[nt][2] - tkvcu_bf16_lo(w[nt][1]), s[nt][3] - tkvcu_bf16_hi(w[nt][1]));
-        }
-        tkvcu_turn_exact<NT>(w, me.p, low, me.g, me.t, me.lane);
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) weight[16 * (4 * nt + me.t) + me.g + 8 * i] = s[nt][i];
+    __syncwarp();
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        const float *x = weight + 16 * (4 * nt + me.g / 2) + 2 * me.t + 8 * i;
+        p[nt][i] = tkvcu_part_of(x[0], x[1], me.g % 2, bf16);
     }
     TKVCU_UNROLL
     for (c = 0; c < D / 16; c++) {
@@ -841,78 +1020,94 @@ TKVCU_DEVICE void tkvcu_exact_v(const tkvcu_block<D, NT> &b, const tkvcu_lane &m
         tkvcu_ldmatrix_x4_trans(a, tkvcu_chunk<D>(slot, i8 + m / 2 * 8, 2 * c + m % 2));
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) {
-            if (bf16) {
-                tkvcu_mma_bf16(u.o[c][nt], a, p[nt]);
-                tkvcu_mma_bf16(u.o[c][nt], a, low[nt]);
-            } else {
-                tkvcu_mma_f16(u.o[c][nt], a, p[nt]);
-            }
+            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            tkvcu_mma_16(sum, a, p[nt], bf16);
+            TKVCU_UNROLL
+            for (i = 0; i < 2; i++) u.o[c][nt][i] = fmaf(sum[2 * i] + sum[2 * i + 1], f[nt], u.o[c][nt][i]);
         }
     }
 }
 
 /* >>runs: units of one region and one version, so that all is read in one way */
-/* The queries as second operands: channels in the run's order, four of a tile to a lane (unpack.h), or as they come
- * for exact rows. */
+/* Row of a column's query. */
+TKVCU_DEVICE size_t tkvcu_query_at(const tkvcu_job &j, const tkvcu_task &k, int column) {
+    const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
+    const size_t head = (size_t)(k.head * k.group + column % k.group);
+    return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
+}
+
+/* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
+ * or as they come for exact rows. By all threads. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
     const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
-    const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
     int i, c, r;
-    for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
-        const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, column = k.column + 8 * nt + lane / 4;
-        const int t = lane % 4;
-        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (column < k.columns) {
-            const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
-            const size_t head = (size_t)(k.head * k.group + column % k.group);
-            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
-            TKVCU_UNROLL
-            for (r = 0; r < 4; r++) {
-                const int place = exact ? 16 * slab + 2 * t + r % 2 + r / 2 * 8 : 16 * slab + 4 * t + r;
-                x[r] = sign * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+    for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
+        float sum = 0.0f, most = 0.0f, times = fabsf(j.scale), one = 1.0f,
+              sign = j.scale < 0.0f ? -1.0f : 1.0f;
+        uint32_t bits;
+        if (k.column + i < k.columns) {
+            const size_t at = tkvcu_query_at(j, k, k.column + i);
+            for (c = tid % 32; c < D; c += 32) {
+                const int channel = order ? order[c] : c;
+                const float x = tkvcu_element(j.q, j.type, at + (size_t)channel);
+                if (order) sum += x * j.view.mean[side.table + c];
+                bits = tkvi_bits(x) & 0x7fffffffu;
+                most = fmaxf(most, tkvi_from_bits(bits)); /* of a NaN: nothing; so: */
+                if (bits > 0x7f7fffffu) sum = NAN;
             }
-        }
-        if (exact && side.bf16) {
-            const uint32_t lo = tkvcu_bf16x2(x[0], x[1]), hi = tkvcu_bf16x2(x[2], x[3]);
-            b.q[slab][nt][lane].x = lo;
-            b.q[slab][nt][lane].y = hi;
-            b.q_low[slab][nt][lane].x = tkvcu_bf16x2(x[0] - tkvcu_bf16_lo(lo), x[1] - tkvcu_bf16_hi(lo));
-            b.q_low[slab][nt][lane].y = tkvcu_bf16x2(x[2] - tkvcu_bf16_lo(hi), x[3] - tkvcu_bf16_hi(hi));
-        } else if (exact) {
-            b.q[slab][nt][lane].x = tkvcu_halves(x[0], x[1]);
-            b.q[slab][nt][lane].y = tkvcu_halves(x[2], x[3]);
-        } else {
-            b.q[slab][nt][lane].x = tkvcu_halves(x[0], x[2]);
-            b.q[slab][nt][lane].y = tkvcu_halves(x[1], x[3]);
-        }
-    }
-    for (i = tid; i < 256; i += TKVCU_THREADS) {
-        if (side.kind == TKVCU_A)
-            b.k_log[i] = (uint16_t)tkvcu_halves(tkvcu_log_value((uint32_t)i, side.top, b.mantissa), 0.0f);
-        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_log_value((uint32_t)i, b.side[1].top, b.mantissa);
-    }
-    for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS) {
-        const int width = tkvcu_width_of(side, i / 4);
-        const float unit = width == 6 ? 0.25f : 0.125f, middle = 0.5f * (float)((1 << width) - 1);
-        b.fine[i].x = width ? tkvcu_f16x2(unit, unit) : 0;
-        b.fine[i].y = tkvcu_f16x2(-1152.0f * unit - middle, -1152.0f * unit - middle);
-    }
-    for (i = tid / 32; i < 8 * NT; i += TKVCU_WARPS) { /* a warp a column */
-        float sum = 0.0f;
-        if (order && k.column + i < k.columns) {
-            const int column = k.column + i;
-            const size_t row = (size_t)k.entry * (size_t)j.n_queries + (size_t)(column / k.group);
-            const size_t head = (size_t)(k.head * k.group + column % k.group);
-            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
-            for (c = tid % 32; c < D; c += 32)
-                sum += tkvcu_element(j.q, j.type, at + order[c]) * j.view.mean[side.table + c];
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        if (tid % 32 == 0) b.mean[i] = sign * sum;
+        bits = tkvi_bits(tkvcu_warp_max(most)) & 0x7f800000u;
+        if (bits > 0 && bits < 0x7f000000u) one = tkvi_from_bits(bits);
+        times *= j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E;
+        if (k.column + i >= k.columns) sign = 0.0f; /* nobody's column */
+        if (tid % 32 == 0) {
+            b.slope[i] = sum == sum ? one * times : NAN;
+            b.mean[i] = sign * sum / one;
+            b.other[i] = (int)tkvi_bits(sign / one);
+        }
+    }
+    __syncthreads();
+    for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
+        const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
+        const float one = tkvi_from_bits((uint32_t)b.other[mine]);
+        const int low = lane / 4 % 2, bf16 = exact && side.bf16;
+        tkvcu_words to;
+        const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
+        tkvcu_four x, y;
+        TKVCU_UNROLL
+        for (r = 0; r < 4; r++) {
+            const int tile = 16 * slab + 4 * t + r, rows = 16 * slab + 2 * t + r % 2 + r / 2 * 8;
+            const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
+            const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
+            x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
+            y.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+        }
+        if (!low)
+            b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */
+        to.x = tkvcu_part_of(y.x[0], y.x[1], low, bf16);
+        to.y = tkvcu_part_of(y.x[2], y.x[3], low, bf16);
+        if (!exact && side.kind == TKVCU_KIVI)
+            ((tkvcu_words *)(void *)b.part)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
+        else b.part[slab][nt][lane] = to;
+    }
+    for (i = tid; i < 256; i += TKVCU_THREADS) {
+        if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_log_value((uint32_t)i, side.top, b.mantissa);
+        if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_log_value((uint32_t)i, b.side[1].top, b.mantissa);
+    }
+    for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS)
+        b.span[i] = ((1u << tkvcu_width_of(side, i / 4)) - 1u) * 0x01010101u;
+    __syncthreads();
+    for (i = tid; i < D / 4; i += TKVCU_THREADS) {
+        tkvcu_four x = {{0.0f, 0.0f, 0.0f, 0.0f}};
+        for (c = 0; c < 4 * NT; c++) TKVCU_UNROLL
+        for (r = 0; r < 4; r++)
+            x.x[r] = fmaxf(x.x[r], fabsf(b.q[i % 2][tkvcu_pair_of<D>(c / 4, i / 2, c % 4)].x[r]));
+        b.most[i] = x;
     }
 }
 
@@ -922,70 +1117,53 @@ TKVCU_DEVICE int tkvcu_rows_from(const tkvcu_job &j, const tkvcu_task &k, int un
     return (k.region == TKVCU_SINKS ? sinks : k.reach.len - j.view.sinks) - 16 * unit;
 }
 
-typedef struct tkvcu_ring { /* offsets of the slots that are filled and read next */
-    int put, take;
-} tkvcu_ring;
-
-TKVCU_DEVICE int tkvcu_turned(int at, int slot_bytes) {
-    return at == (TKVCU_SLOTS - 1) * slot_bytes ? 0 : at + slot_bytes;
-}
-
-/* K (which = 0) or V of unit number nth of the task's run begins to come into a slot. What lies beyond the run is an
- * empty group of copies, so that counting them goes on. */
+/* K (which = 0) or V of unit number nth of the task's run, if it has so many, begins to come into its slot. */
 template <int D, int EXACT>
-TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, tkvcu_ring &ring,
-                            int which, int nth) {
+TKVCU_DEVICE void tkvcu_ask(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me, int which,
+                            int nth) {
     if (nth < k.n) {
-        const int there = k.place + nth, place = there < k.places ? there : there - k.places;
-        uint8_t *slot = me.ring + ring.put;
-        if (EXACT)
+        uint8_t *slot = me.slot[which];
+        if (EXACT) {
+            const int place = k.place + nth;
             tkvcu_load_rows<D>(slot, k.from[which] + (size_t)(place / 4) * k.block + place % 4 * (32 * D),
                                tkvcu_rows_from(j, k, k.first + nth), me.lane);
-        else tkvcu_load(slot, k.from[which] + (size_t)place * k.block, k.bytes[which], me.lane);
+        } else {
+            tkvcu_load<D>(slot, tkvcu_forward(k.from[which], nth, k.block), k.codes[which], k.meta[which],
+                          me);
+        }
     }
-    ring.put = tkvcu_turned(ring.put, j.slot_bytes);
     tkvcu_cp_async_commit();
 }
 
-/* The oldest side that was asked for has come; K or V of unit nth is asked for. */
-template <int D, int EXACT>
-TKVCU_DEVICE const uint8_t *tkvcu_get(const tkvcu_job &j, const tkvcu_task &k, const tkvcu_lane &me,
-                                      tkvcu_ring &ring, int which, int nth) {
-    const uint8_t *slot = me.ring + ring.take;
-    __syncwarp(); /* nobody reads the slot that is filled now */
-    tkvcu_ask<D, EXACT>(j, k, me, ring, which, nth);
-    ring.take = tkvcu_turned(ring.take, j.slot_bytes);
-    tkvcu_cp_async_wait<TKVCU_SLOTS - 1>();
+/* What was asked for has come, and nobody uses the side before it any more: that slot and the warp's work
+ * are free. */
+TKVCU_DEVICE void tkvcu_come(void) {
+    tkvcu_cp_async_wait<0>();
     __syncwarp();
-    return slot;
 }
 
-/* The task's run; its sides are in b. */
+/* The task's run; its sides are in b. V comes while K is worked at, and the next K while V is. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_run_units(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
                                   tkvcu_sums<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
-    tkvcu_ring ring = {0, 0};
     int nth = me.warp;
-    tkvcu_ask<D, EXACT>(j, k, me, ring, 0, nth);
-    tkvcu_ask<D, EXACT>(j, k, me, ring, 1, nth);
+    tkvcu_ask<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
     for (; nth < k.n; nth += TKVCU_WARPS) {
         const int unit = k.first + nth;
-        const uint8_t *slot = tkvcu_get<D, EXACT>(j, k, me, ring, 0, nth + TKVCU_WARPS);
-        float s[4][NT][4];
-        if (EXACT) {
-            tkvcu_exact_k(j, b, me, u, s[0], slot, base + 16 * unit, tkvcu_rows_from(j, k, unit));
-            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
-            tkvcu_exact_v(b, me, u, s[0], slot);
-        } else {
-            tkvcu_coded_k(j, b, me, u, s, slot, base + 64 * unit);
-            slot = tkvcu_get<D, EXACT>(j, k, me, ring, 1, nth + TKVCU_WARPS);
-            tkvcu_coded_v(b, me, u, s, slot);
-        }
+        float s[4][NT][2], f[NT];
+        tkvcu_come();
+        tkvcu_ask<D, EXACT>(j, k, me, 1, nth);
+        if (EXACT)
+            tkvcu_exact_k(j, b, me, u, s[0], f, me.slot[0], base + 16 * unit, tkvcu_rows_from(j, k, unit));
+        else tkvcu_coded_k(j, b, me, u, s, f, me.slot[0], base + 64 * unit);
+        tkvcu_come();
+        tkvcu_ask<D, EXACT>(j, k, me, 0, nth + TKVCU_WARPS);
+        if (EXACT) tkvcu_exact_v(b, me, u, s[0], f, me.slot[1]);
+        else tkvcu_coded_v(b, me, u, s, f, me.slot[1]);
     }
-    tkvcu_cp_async_wait<0>();
 }
 
 /* Blocks from `block` on, at most n, that have its version. */
@@ -1008,44 +1186,40 @@ TKVCU_DEVICE int tkvcu_same_version(const tkvcu_job &j, tkvcu_block<D, NT> &b, i
 /* >>the end of a part: its warps' sums as one, into the workspace [slot][columns of the block][m, l, o ...] */
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const tkvcu_lane &me,
-                               tkvcu_sums<D, NT, VG> &u, uint8_t *rings, size_t ring_bytes) {
+                               tkvcu_sums<D, NT, VG> &u, uint8_t *warps, size_t warp_bytes) {
     const tkvcu_task &k = b.task;
-    float *mine = (float *)(void *)me.ring;
+    float *mine = (float *)(void *)me.slot[0];
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
-    float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(8 * NT * (D + 2));
+    float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(4 * NT * (D + 2));
     const int exact = k.part == 2;
-    const float unit = exact ? 1.0f : tkvi_from_bits((uint32_t)(127 + u.top) << 23);
     int nt, i, c, w;
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++) {
-        float *column = mine + (8 * nt + 2 * me.t + i) * (D + 2);
-        float l = u.soft.l[nt][i];
+    for (nt = 0; nt < NT; nt++) {
+        float *column = mine + (4 * nt + me.t) * (D + 2);
+        float l = u.soft.l[nt];
         TKVCU_UNROLL
         for (c = 4; c < 32; c *= 2) l += __shfl_xor_sync(0xffffffffu, l, c);
         TKVCU_UNROLL
         for (c = 0; c < VG; c++) TKVCU_UNROLL
-        for (w = 4; w < 32; w *= 2) u.zero[c][nt][i] += __shfl_xor_sync(0xffffffffu, u.zero[c][nt][i], w);
+        for (w = 4; w < 32; w *= 2) u.zero[c][nt] += __shfl_xor_sync(0xffffffffu, u.zero[c][nt], w);
         if (me.g == 0) {
-            column[0] = u.soft.m[nt][i];
+            column[0] = u.soft.m[nt];
             column[1] = l;
         }
         TKVCU_UNROLL
-        for (c = 0; c < D / 16; c++) {
-            const float zero = u.zero[16 * c * VG / D][nt][i]; /* 0 where there are no zero points */
-            const int at = 2 + 16 * c + (exact ? me.g : 2 * me.g);
-            column[at] = u.o[c][nt][i] * unit + zero;
-            column[at + (exact ? 8 : 1)] = u.o[c][nt][2 + i] * unit + zero;
-        }
+        for (c = 0; c < D / 16; c++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++)
+            column[2 + 16 * c + (exact ? me.g + 8 * i : 2 * me.g + i)] =
+                u.o[c][nt][i] + u.zero[16 * c * VG / D][nt]; /* 0 where there is nothing of that kind */
     }
     __syncthreads();
-    for (i = (int)threadIdx.x; i < 8 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
+    for (i = (int)threadIdx.x; i < 4 * NT * (D + 1); i += TKVCU_THREADS) { /* l counts as an output */
         const int column = i / (D + 1), at = i % (D + 1);
         float m = TKVCU_NOTHING, sum = 0.0f;
         for (w = 0; w < TKVCU_WARPS; w++)
-            m = fmaxf(m, ((const float *)(const void *)(rings + (size_t)w * ring_bytes))[column * (D + 2)]);
+            m = fmaxf(m, ((const float *)(const void *)(warps + (size_t)w * warp_bytes))[column * (D + 2)]);
         for (w = 0; w < TKVCU_WARPS; w++) {
-            const float *x = (const float *)(const void *)(rings + (size_t)w * ring_bytes) + column * (D + 2);
+            const float *x = (const float *)(const void *)(warps + (size_t)w * warp_bytes) + column * (D + 2);
             sum += x[1 + at] * tkvcu_ex2(x[0] - m);
         }
         out[column * (D + 2) + 1 + at] = sum;
@@ -1081,7 +1255,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
     const tkvcu_task &k = b.task;
     const tkvcu_list list = j.view.list[k.reach.seq];
     const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
-    int region, first, n = k.left, version = 0;
+    int region, first, place, places, n = k.left, version = 0;
     if (k.part == 2) {
         region = k.at < k.reach.sinks ? TKVCU_SINKS : TKVCU_HOT;
         first = k.at;
@@ -1093,19 +1267,23 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_next_run(const tkvcu_job &j, tk
         version = j.view.version[(size_t)k.reach.seq * (size_t)j.view.max_blocks + (size_t)first];
         n = tkvcu_same_version(j, b, first, n);
     }
+    places =
+        (region < TKVCU_SINKS ? 1 : 4) * j.view.ring[region]; /* in units; behind the last one is the first */
+    place = first % places;
+    n = tkvi_min(n, places - place);
     __syncthreads();
     if (tid < 2) {
         const size_t at = (size_t)(version * TKVCU_REGIONS + region) * (size_t)j.view.n_kv_heads;
         b.side[tid] = j.view.side[(at + (size_t)k.head) * 2 + (size_t)tid];
         b.task.from[tid] =
             j.view.bytes[region] + (size_t)k.reach.seq * j.view.stride[region] + b.side[tid].at;
-        b.task.bytes[tid] = b.side[tid].bytes;
+        if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)place * j.view.block[region] + 2048;
+        b.task.codes[tid] = (int)b.side[tid].code_bytes;
+        b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
     }
     if (tid == 0) {
-        const int per = region < TKVCU_SINKS ? 1 : 4; /* units of a block */
         b.task.block = j.view.block[region];
-        b.task.places = per * j.view.ring[region];
-        b.task.place = first % b.task.places;
+        b.task.place = place;
         b.task.region = region;
         b.task.first = first;
         b.task.n = n;
@@ -1134,37 +1312,32 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     }
 }
 
-/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use; shared memory
- * has room for 3 with head_dim 128 (tools/cuda_resources.py). */
-#define TKVCU_RESIDENT(D, NT, VG) ((NT) == 2 ? 2 : 3)
+/* Blocks of threads that a multiprocessor shall hold: as many as leave registers for all that is in use. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
+#define TKVCU_RESIDENT(NT)                                                                                   \
+    ((NT) == 2 ? 2 : 3) /* their shared memory has room for no more with head_dim 128 */
+#else
+#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
+#endif
 
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_block<D, NT> &b = *(tkvcu_block<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
     const int tid = (int)threadIdx.x;
-    const size_t ring_bytes = (size_t)(TKVCU_SLOTS * j.slot_bytes + j.meta_bytes + 1024 * NT);
-    uint8_t *rings = shared + (sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128;
-    tkvcu_lane me;
-    me.lane = tid % 32;
-    me.warp = tid / 32;
-    me.g = me.lane / 4;
-    me.t = me.lane % 4;
-    me.ring = rings + (size_t)me.warp * ring_bytes;
-    me.meta = (tkvcu_scales *)(void *)(me.ring + TKVCU_SLOTS * j.slot_bytes);
-    me.weights_meta = (float *)(void *)me.meta;
-    me.p = me.ring + TKVCU_SLOTS * j.slot_bytes + j.meta_bytes;
+    const int warp_bytes = TKVCU_SLOTS * j.slot_bytes + TKVCU_WORK(D, NT, VG);
+    const int warps_at = (int)((sizeof b + sizeof(int) * (size_t)j.n_entries + 127) / 128 * 128);
+    const tkvcu_lane me = tkvcu_lane_of<D>(shared + warps_at, warp_bytes, j.slot_bytes);
     if (tid < 16) b.mantissa[tid] = tkvi_bits(tkvi_log_value(1 + tid, 16));
     if (me.warp == 0) tkvcu_find_ends(j, ends, me.lane);
-    if (tid == 0) b.magic = TKVCU_MAGIC;
     __syncthreads();
     if (tid == 0) {
         const int total = ends[j.n_entries - 1];
         b.task.entry = 0;
         b.task.group = j.view.n_heads / j.view.n_kv_heads;
         b.task.columns = b.task.group * j.n_queries;
-        b.task.column = 8 * NT * (int)blockIdx.y;
+        b.task.column = 4 * NT * (int)blockIdx.y;
         b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
         b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
         tkvcu_next_part(j, b, ends);
@@ -1182,7 +1355,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT, VG)) tkvc
             }
             __syncthreads();
         }
-        tkvcu_finish(j, b, me, u, rings, ring_bytes);
+        tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
         if (tid == 0) tkvcu_next_part(j, b, ends);
         __syncthreads();
     }

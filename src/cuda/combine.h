@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
             top = fmaxf(top, p[0]);
         }
     if (j.sinks) {
-        sink = j.sinks[head] * 1.44269504f;
+        sink = j.sinks[head] * TKVCU_LOG2E;
         top = fmaxf(top, sink);
-        l = tkvcu_ex2(sink + TKVCU_LIFT - top); /* as the weights of keys */
+        l = tkvcu_ex2(sink - top);
     }
     sum[0] = sum[1] = 0.0f;
     for (part = 0; part < TKVCU_PARTS; part++) {
@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_window(x, 1 << c, c);
     if (tid < dim) {
         const float y = tkvi_signs[tid / 32] >> tid % 32 & 1 ? -x[tid] : x[tid];
-        const float out = l > 0.0f ? (sum[0] + y) / l : 0.0f;
+        const float out = l != 0.0f ? (sum[0] + y) / l : 0.0f; /* a NaN stays one */
         tkvcu_put_element(j.out, j.type,
                           (row * (size_t)j.view.n_heads + (size_t)head) * (size_t)dim + (size_t)tid, out);
     }
     if (tid == 0 && j.lse)
         j.lse[row * (size_t)j.view.n_heads + (size_t)head] =
-            l > 0.0f ? 0.69314718f * (top - TKVCU_LIFT + log2f(l)) : -INFINITY;
+            l != 0.0f ? 0.69314718f * (top + log2f(l)) : -INFINITY;
 }
 
 /* >>sizes and launch */
@@ -131,7 +131,7 @@ typedef struct tkvcu_attend_call {
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
-typedef struct tkvcu_grid { /* a launch for 8 or 16 columns */
+typedef struct tkvcu_grid { /* a launch for 4 or 8 columns */
     tkvcu_attend_function kernel;
     size_t shared;
     int blocks;
@@ -140,25 +140,25 @@ typedef struct tkvcu_grid { /* a launch for 8 or 16 columns */
 typedef struct tkvcu_split { /* what is the same in all calls */
     float *partial;
     int n_seqs;
-    int slot_bytes, meta_bytes; /* shared memory of a warp */
-    int groups;                 /* of V's channels: 1, or 2 where KIVI has two */
-    tkvcu_grid grid[2];         /* by n-tiles, from 1 */
+    int slot_bytes;     /* of shared memory */
+    int groups;         /* of V's channels: 1, or 2 where KIVI has two */
+    tkvcu_grid grid[2]; /* by n-tiles, from 1 */
 } tkvcu_split;
 
-/* Columns: the queries of a group of query heads; 8 or 16 of them to a block of threads. */
+/* Columns: the queries of a group of query heads; 4 or 8 of them to a block of threads. */
 static int tkvcu_n_tiles(const tkv_config *cfg, int n_queries) {
-    return cfg->n_heads / cfg->n_kv_heads * n_queries > 8 ? 2 : 1;
+    return cfg->n_heads / cfg->n_kv_heads * n_queries > 4 ? 2 : 1;
 }
 
 static int tkvcu_chunks(const tkv_config *cfg, int n_queries) {
-    const int columns = 8 * tkvcu_n_tiles(cfg, n_queries);
+    const int columns = 4 * tkvcu_n_tiles(cfg, n_queries);
     return (cfg->n_heads / cfg->n_kv_heads * n_queries + columns - 1) / columns;
 }
 
 /* Bytes that attention of up to so many queries needs. */
 static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queries) {
     const size_t slots = TKVCU_MAX_BLOCKS + (size_t)n_seqs * (size_t)cfg->n_kv_heads * TKVCU_PARTS;
-    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 8 * tkvcu_n_tiles(cfg, max_queries));
+    const size_t columns = (size_t)(tkvcu_chunks(cfg, max_queries) * 4 * tkvcu_n_tiles(cfg, max_queries));
     return slots * columns * (size_t)(cfg->head_dim + 2) * sizeof(float);
 }
 
@@ -171,9 +171,8 @@ static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, in
     for (i = 0; i < n; i++) {
         if (side[i].kind == TKVCU_KIVI) s->groups = head_dim / 64;
         if (side[i].kind == TKVCU_KIVI) s->slot_bytes = tkvi_max(s->slot_bytes, (int)side[i].bytes);
-        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 34 * head_dim);
+        else if (side[i].kind != TKVCU_EXACT) s->slot_bytes = tkvi_max(s->slot_bytes, 36 * head_dim);
     }
-    s->meta_bytes = tkvi_max(s->meta_bytes, tkvi_max(head_dim * 4, 512 * s->groups));
 }
 
 /* The kernel for this, and its shared memory. */
@@ -183,18 +182,18 @@ static tkvcu_attend_function tkvcu_attend_of(const tkvcu_split *s, int head_dim,
         int head_dim, n_tiles, groups;
         tkvcu_attend_function kernel;
         size_t fixed;
+        int work;
     } row[] = {
-        {64, 1, 1, tkvcu_attend_kernel<64, 1, 1>, sizeof(tkvcu_block<64, 1>)},
-        {64, 2, 1, tkvcu_attend_kernel<64, 2, 1>, sizeof(tkvcu_block<64, 2>)},
-        {128, 1, 1, tkvcu_attend_kernel<128, 1, 1>, sizeof(tkvcu_block<128, 1>)},
-        {128, 1, 2, tkvcu_attend_kernel<128, 1, 2>, sizeof(tkvcu_block<128, 1>)},
-        {128, 2, 1, tkvcu_attend_kernel<128, 2, 1>, sizeof(tkvcu_block<128, 2>)},
-        {128, 2, 2, tkvcu_attend_kernel<128, 2, 2>, sizeof(tkvcu_block<128, 2>)},
+#define TKVCU_KERNEL_(D, NT, VG)                                                                             \
+    {D, NT, VG, tkvcu_attend_kernel<D, NT, VG>, sizeof(tkvcu_block<D, NT>), TKVCU_WORK(D, NT, VG)}
+        TKVCU_KERNEL_(64, 1, 1),  TKVCU_KERNEL_(64, 2, 1),  TKVCU_KERNEL_(128, 1, 1),
+        TKVCU_KERNEL_(128, 1, 2), TKVCU_KERNEL_(128, 2, 1), TKVCU_KERNEL_(128, 2, 2),
+#undef TKVCU_KERNEL_
     };
     size_t i = 0;
     while (row[i].head_dim != head_dim || row[i].n_tiles != n_tiles || row[i].groups != s->groups) i++;
     *shared = (row[i].fixed + sizeof(int) * (size_t)s->n_seqs + 127) / 128 * 128 +
-              (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + s->meta_bytes + 1024 * n_tiles);
+              (size_t)TKVCU_WARPS * (size_t)(TKVCU_SLOTS * s->slot_bytes + row[i].work);
     return row[i].kernel;
 }
 
@@ -248,11 +247,10 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
     tkvcu_job j = tkvcu_job_of(s, v, c);
     j.blocks = grid->blocks;
     j.slot_bytes = s->slot_bytes;
-    j.meta_bytes = s->meta_bytes;
     TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
                  stream, j);
     TKVCU_LAUNCH(tkvcu_combine_kernel, dim3((unsigned)(s->n_seqs * c->n_queries * v->n_heads)),
-                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 8 * nt, chunks);
+                 dim3(TKVCU_COMBINE_THREADS), 0, stream, j, 4 * nt, chunks);
     return cudaGetLastError();
 }
 

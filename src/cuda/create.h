@@ -257,6 +257,7 @@ static tkvcu_side tkvcu_side_of(const tkvi_side *s, size_t at, int32_t table) {
     if (d.kind == TKVCU_KIVI) {
         d.half_bits = (uint8_t)(2 * s->format->bits);
         d.group = (uint8_t)s->group;
+        if (s->format->bits <= 6) d.slabs[s->format->bits] = (uint8_t)(s->pad / 16);
     }
     if (d.kind == TKVCU_R) d.half_bits = (uint8_t)s->half_bits;
     if (d.kind == TKVCU_A) {

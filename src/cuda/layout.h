@@ -18,11 +18,11 @@ typedef struct tkvcu_side { /* one head's side in one coding: all that a kernel 
     uint8_t kind, bf16;     /* TKVCU_EXACT: 1: bfloat16 */
     uint8_t half_bits;      /* KIVI: 2 * width; R: 2, 3 (pairs), 4, 6, 8 */
     uint8_t group;          /* KIVI: values per scale, 32 or 64 */
-    uint8_t slabs[7];       /* A: slabs of 16 channels (4 tiles) with so many bits; stored widest first */
-    int16_t top;            /* window of the logarithmic scales */
-    uint32_t at, bytes;     /* from the start of the block; whole */
-    uint32_t code_bytes;    /* then metadata, as in format_*.h */
-    int32_t table;          /* A: first element of order and mean below; -1: channels as they come, means 0 */
+    uint8_t slabs[7];    /* K: slabs of 16 channels (4 tiles) with so many bits, to 6; stored widest first */
+    int16_t top;         /* window of the logarithmic scales */
+    uint32_t at, bytes;  /* from the start of the block; whole */
+    uint32_t code_bytes; /* then metadata, as in format_*.h */
+    int32_t table;       /* A: first element of order and mean below; -1: channels as they come, means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {

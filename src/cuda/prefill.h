@@ -22,6 +22,18 @@
 
 #ifndef TKVCU_ON_CPU
 #define TKVCU_UNROLL_2 _Pragma("unroll 2")
+
+TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
 #else
 #define TKVCU_UNROLL_2
 #endif
@@ -32,6 +44,8 @@
 #define TKVCU_PREFILL_ROWS 40960 /* of all blocks of a grid: what the workspace is for */
 #define TKVCU_STRIP 32 /* tokens that have logits at a time; of exact units, those that come at a time */
 #define TKVCU_EXPONENT_LEAST (-110)
+#define TKVCU_BOTTOM (-127) /* exponent of sums that nothing has come to */
+#define TKVCU_LIFT 8.0f     /* weights are 2^8 times what they are: small ones stay normal halves */
 
 struct alignas(16) tkvcu_eight { /* halves */
     uint32_t w[4];
@@ -500,10 +514,11 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
             slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1e-30f);
         if (j.softcap > 0.0f) {
+            const float cap = fabsf(j.scale) / j.softcap;
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
             for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
-            for (i = 0; i < 4; i++) x[mt][n][i] = tkvcu_capped(j, x[mt][n][i] * slope[mt][i / 2]);
+            for (i = 0; i < 4; i++) x[mt][n][i] = tanhf(x[mt][n][i] * (slope[mt][i / 2] * cap));
             TKVCU_UNROLL
             for (mt = 0; mt < MT; mt++) slope[mt][0] = slope[mt][1] = 1.0f;
         }
@@ -529,7 +544,7 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
             TKVCU_UNROLL
             for (n = 1; n < TKVCU_STRIP / 8; n++)
                 top = fmaxf(fmaxf(top, x[mt][n][2 * i]), x[mt][n][2 * i + 1]);
-            slope[mt][i] *= tkvcu_slope(j);
+            slope[mt][i] *= (j.softcap > 0.0f ? j.softcap : fabsf(j.scale)) * TKVCU_LOG2E;
             most[mt][i] = fmaxf(top * slope[mt][i], TKVCU_NOTHING);
         }
         tkvcu_follow_rows(u, most);
@@ -781,7 +796,7 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         for (by = 1; by < 4; by *= 2) l += __shfl_xor_sync(0xffffffffu, l, by);
         if (row >= k.columns_here) continue;
         if (lane % 4 == 0) {
-            to[0] = u.m[mt][i];
+            to[0] = u.m[mt][i] - TKVCU_LIFT;
             to[1] = l;
         }
         TKVCU_UNROLL

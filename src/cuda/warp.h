@@ -1,11 +1,16 @@
 /*
- * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared memory,
- * pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a processor.
+ * warp.h - the instructions that have no name in CUDA C++: matrix product of a warp, copies into shared
+ * memory, pairs of half floats in a word (the lower half first). tests/cuda_on_cpu.h plays them on a
+ * processor.
  */
 #ifndef TKVCU_WARP_H
 #define TKVCU_WARP_H
 
 #include "layout.h"
+
+struct alignas(8) tkvcu_words {
+    uint32_t x, y;
+};
 
 #ifndef TKVCU_ON_CPU
 
@@ -19,9 +24,9 @@
 #define TKVCU_UNROLL _Pragma("unroll")
 #define TKVCU_ROLL _Pragma("unroll 1")
 
-/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t + 8, + 9
- * (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of c rows g (c[0],
- * c[1]) and g + 8 at columns 2 t, 2 t + 1. */
+/* c += a b: a is 16 x 16, b is 16 x 8. Lane 4 g + t has of a the rows g, g + 8 at k = 2 t, 2 t + 1, then 2 t
+ * + 8, + 9 (a[0] row g, a[1] row g + 8, a[2] and a[3] the same further on), of b column g at these k, and of
+ * c rows g (c[0], c[1]) and g + 8 at columns 2 t, 2 t + 1. */
 TKVCU_DEVICE void tkvcu_mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -36,16 +41,33 @@ TKVCU_DEVICE void tkvcu_mma_bf16(float c[4], const uint32_t a[4], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* d = c + a b. */
-TKVCU_DEVICE void tkvcu_mma_f16_onto(float d[4], const uint32_t a[4], const uint32_t b[2], const float c[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]),
-          "f"(c[3]));
-}
+/* The same of bytes, signed ones (s) or not (u): a is 16 x 32, b is 32 x 8. Lane 4 g + t has of a the rows
+ * g, g + 8 at k = 4 t .. 4 t + 3 (a[0], a[1]), then 16 further on (a[2], a[3]), of b column g at these k,
+ * and of c what it has above. */
+#define TKVCU_MMA_BYTES_(A, B)                                                                               \
+    TKVCU_DEVICE void tkvcu_mma_##A##B(int32_t c[4], const uint32_t a[4], const uint32_t b[2]) {             \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." #A "8." #B "8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "       \
+            "{%8,%9}, {%0,%1,%2,%3};"                                                                        \
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                 \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                             \
+    }
+TKVCU_MMA_BYTES_(u, u)
+TKVCU_MMA_BYTES_(u, s)
+TKVCU_MMA_BYTES_(s, u)
+TKVCU_MMA_BYTES_(s, s)
+#undef TKVCU_MMA_BYTES_
 
-TKVCU_DEVICE uint32_t tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* Addresses in shared memory as numbers: bits of them can be turned over. */
+typedef uint32_t tkvcu_at;
+
+TKVCU_DEVICE tkvcu_at tkvcu_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* volatile: what lies there changes. */
+TKVCU_DEVICE tkvcu_words tkvcu_read_words(tkvcu_at at) {
+    tkvcu_words w;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "r"(at));
+    return w;
+}
 
 /* Four 8 x 8 matrices of 16-bit values; lane 8 j + i gives the address of row i of matrix j. */
 TKVCU_DEVICE void tkvcu_ldmatrix_x4(uint32_t r[4], const void *row) {
@@ -65,6 +87,15 @@ TKVCU_DEVICE void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
 TKVCU_DEVICE void tkvcu_cp_async16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(tkvcu_shared_address(shared)), "l"(global)
                  : "memory");
+}
+
+/* AT bytes on, if left is more than that. middle: 2048 bytes on, so that one address reaches 4096. */
+template <int AT> TKVCU_DEVICE void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
+    asm volatile(
+        "{ .reg .pred p; setp.gt.s32 p, %2, %3;\n"
+        "@p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16; }" ::"r"(tkvcu_shared_address(shared)),
+        "l"(middle), "r"(left), "n"(AT), "n"(AT - 2048)
+        : "memory");
 }
 
 TKVCU_DEVICE void tkvcu_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -94,30 +125,14 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
-TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    uint32_t x;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-    return x;
-}
-
-TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t x;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
-
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     uint32_t x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
     return x;
 }
 
-/* (x & mask) | with: one instruction, if `with` is in a register and the compiler does not know what it is. */
-TKVCU_DEVICE uint32_t tkvcu_pick(uint32_t x, uint32_t mask, uint32_t with) {
-    uint32_t y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(with));
-    return y;
-}
+/* By `by` bits to the right, modulo 32. */
+TKVCU_DEVICE uint32_t tkvcu_rotate(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
 
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
@@ -125,13 +140,36 @@ TKVCU_DEVICE float tkvcu_ex2(float x) {
     return y;
 }
 
+/* p + n size: one instruction, where the compiler would keep products of 64 bits from turn to turn of a loop. */
+TKVCU_DEVICE const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
+    const uint8_t *to;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(n), "r"(size), "l"(p));
+    return to;
+}
+
+/* A number that the compiler keeps, where it would work it out anew in every turn of a loop. */
+template <class T> TKVCU_DEVICE T tkvcu_kept(T x) {
+    asm volatile("" : "+r"(x));
+    __builtin_assume(x >= 0);
+    return x;
+}
+
+TKVCU_DEVICE float tkvcu_rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #else
+static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_words *)at; }
 #define TKVCU_DEVICE static inline
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
 
-/* x where the mask has ones, else y. */
-TKVCU_DEVICE uint32_t tkvcu_choose(uint32_t x, uint32_t y, uint32_t mask) { return (x & mask) | (y & ~mask); }
+/* The largest of the warp's, which are not negative. */
+TKVCU_DEVICE float tkvcu_warp_max(float x) {
+    return tkvi_from_bits(__reduce_max_sync(0xffffffffu, tkvi_bits(x)));
+}
 
 #endif /* TKVCU_WARP_H */
