@@ -1656,14 +1656,12 @@ extern "C" {
 #define TKVI_NOINLINE
 #endif
 
-/* Before what src/cuda runs on a GPU too: functions, larger ones of which one copy is enough, constant tables. nvcc
- * compiles twice, and its code for the GPU reads none of the host's tables. */
+/* Before what src/cuda runs on a GPU too: functions, constant tables. nvcc compiles twice, and its code for the GPU
+ * reads none of the host's tables. */
 #ifdef __CUDACC__
 #define TKVI_FN static __host__ __device__
-#define TKVI_STEP static __host__ __device__ __noinline__
 #else
 #define TKVI_FN static
-#define TKVI_STEP static
 #endif
 #ifdef __CUDA_ARCH__
 #define TKVI_CONSTANT static __device__ const
@@ -2355,12 +2353,13 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
-TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
+/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from` to
+ * `end` of each vector, multiples of 8, as in all that follows. */
+TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (v = 0; v < 4 / per || v == 0; v++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = 0;
             for (k = 0; k < per && k < 4; k++)
                 x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
@@ -2368,52 +2367,65 @@ TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int s
         }
 }
 
-TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, p, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
             tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
         }
 }
 
 /* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
-TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
-    for (j = 0; j < 64; j += 8) {
+    for (j = from; j < end; j += 8) {
         uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
         for (p = 0; p < 4; p++) x |= (tkvi_load8(code + 64 * p + j) >> bit & TKVI_EACH_BYTE(1)) << (up + p);
         tkvi_store8(v + j, x);
     }
 }
 
-TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = tkvi_load8(v + j) >> (up + p) & TKVI_EACH_BYTE(1);
             tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << bit);
         }
 }
 
-TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code, int from,
+                            int end) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low) tkvi_pack_planes(wide, code, low, 0);
-    if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4);
+    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* widths that the compiler knows */
+    else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
+    else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
+    if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
     if (tkvi_has_half[width])
-        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
+        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
 }
 
-TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+    tkvi_pack_part(codes, at, width, code, 0, 64);
+}
+
+/* code was cleared. */
+TKVI_FN void tkvi_unpack_part(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code,
+                              int from, int end) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    memset(code, 0, TKVI_TILE_CODES);
-    if (low) tkvi_unpack_planes(wide, code, low, 0);
-    if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4);
+    if (low) tkvi_unpack_planes(wide, code, low, 0, from, end);
+    if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4, from, end);
     if (tkvi_has_half[width])
-        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
+        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
+}
+
+static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+    memset(code, 0, TKVI_TILE_CODES);
+    tkvi_unpack_part(codes, at, width, code, 0, 64);
 }
 
 #endif /* TKVI_TILE_H */
@@ -2506,8 +2518,12 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
 #define TKVI_FIT_TRIES 12
 #define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
 
-/* Not inlined: no compiler fuses this product into a sum. */
+/* No compiler fuses this product into a sum: it is not inlined, or an instruction that stays alone. */
+#ifdef __CUDA_ARCH__
+TKVI_FN float tkvi_product(float a, float b) { return __fmul_rn(a, b); }
+#else
 TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+#endif
 
 /* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
  * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
@@ -2530,18 +2546,29 @@ typedef struct tkvi_group { /* of up to 256 values */
     uint16_t u[TKV_MAX_HEAD_DIM];
 } tkvi_group;
 
-/* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+/* n values from low to high. Returns what tkvi_group_value wants; 0 where floats are too coarse for it. */
+TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
-    int i;
     g->n = n;
     g->low = low;
     g->step = tkvi_f32(range / (float)TKVI_STEPS);
     g->sum_u = g->sum_uu = 0;
-    if (!(g->step > 0.0f) || !tkvi_is_finite(inverse)) return 0;
+    return g->step > 0.0f && tkvi_is_finite(inverse) ? inverse : 0.0f;
+}
+
+/* Values beyond low and high count as they. */
+TKVI_FN int tkvi_group_value(float x, float low, float high, float inverse) {
+    int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x, low, high) - low) * inverse);
+    return tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+}
+
+/* low < high. */
+static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+    float inverse = tkvi_group_open(g, n, low, high);
+    int i;
+    if (!(inverse > 0.0f)) return 0;
     for (i = 0; i < n; i++) {
-        int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x[i], low, high) - low) * inverse);
-        u = tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+        int u = tkvi_group_value(x[i], low, high, inverse);
         g->u[i] = (uint16_t)u;
         g->sum_u += u;
         g->sum_uu += u * u;
@@ -2549,47 +2576,44 @@ TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, f
     return 1;
 }
 
-/* Squared error of the range without `cut` steps at each end, in units that all cuts share. */
-TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
+/* Squared error of the range without `cut` steps at each end, of n values, in units that all cuts share. */
+TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
-    for (i = 0; i < g->n; i++) {
-        int code = tkvi_cut_code(g->u[i], cut, by, top);
-        int64_t error = (int64_t)(2 * (g->u[i] - cut) + 1) * top - (int64_t)2 * code * range;
-        sum += error * error;
+    for (i = 0; i < n; i++) {
+        int code = tkvi_cut_code(u[i], cut, by, top);
+        int error = (2 * (u[i] - cut) + 1) * top - 2 * code * range; /* below 2^22 */
+        sum += (int64_t)error * error;
     }
     return sum;
 }
 
-/* Moves the ends of the range. */
-TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
-    int64_t least = tkvi_cut_error(g, 0, top);
-    int k, best = 0;
-    for (k = 1; k < TKVI_FIT_TRIES; k++) {
-        int64_t error = tkvi_cut_error(g, k * TKVI_FIT_CUT, top);
-        if (error < least) {
-            least = error;
-            best = k;
-        }
-    }
+/* Moves the ends of the range to those of try number `best`. */
+TKVI_FN void tkvi_clip_to(const tkvi_group *g, int best, float *low, float *range) {
     if (best == 0) return;
     *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
     *range = tkvi_product(g->step, (float)(TKVI_STEPS - 2 * best * TKVI_FIT_CUT));
 }
 
-/* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
- * where fp16 has no such zero to a quarter of the scale. */
-TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                            uint8_t *zero_at) {
-    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+    int64_t least = tkvi_cut_error(g->u, g->n, 0, top);
+    int k, best = 0;
+    for (k = 1; k < TKVI_FIT_TRIES; k++) {
+        int64_t error = tkvi_cut_error(g->u, g->n, k * TKVI_FIT_CUT, top);
+        if (error < least) {
+            least = error;
+            best = k;
+        }
+    }
+    tkvi_clip_to(g, best, low, range);
+}
+
+/* Scale and zero that give codes with these sums the moments of the values; both stay where that is not possible,
+ * and where fp16 has no such zero to a quarter of the scale. */
+TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc, int64_t sum_cu, int unbiased,
+                             uint8_t *scale_at, uint8_t *zero_at) {
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;
-    int i;
-    for (i = 0; i < g->n; i++) {
-        sum_c += code[i];
-        sum_cc += code[i] * code[i];
-        sum_cu += (int64_t)code[i] * g->u[i];
-    }
     var = tkvi_covariance(g->n, g->sum_u, g->sum_u, g->sum_uu);
     var_c = tkvi_covariance(g->n, sum_c, sum_c, sum_cc);
     cov = tkvi_covariance(g->n, sum_c, g->sum_u, sum_cu);
@@ -2605,6 +2629,18 @@ TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbias
     if (off > 0.25f * scale || !(scale > 0.0f)) return;
     tkvi_store16(scale_at, half);
     tkvi_store16(zero_at, tkvi_f32_to_f16(zero + 0.0f));
+}
+
+static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                         uint8_t *zero_at) {
+    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+    int i;
+    for (i = 0; i < g->n; i++) {
+        sum_c += code[i];
+        sum_cc += code[i] * code[i];
+        sum_cu += (int64_t)code[i] * g->u[i];
+    }
+    tkvi_moments_of(g, sum_c, sum_cc, sum_cu, unbiased, scale_at, zero_at);
 }
 
 #endif /* TKVI_FIT_H */
@@ -3023,7 +3059,7 @@ typedef struct tkvi_columns {
 } tkvi_columns;
 
 /* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
-TKVI_FN int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
+static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
@@ -3047,7 +3083,7 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-TKVI_FN void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
@@ -3350,14 +3386,21 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
+/* Token t at a position, of its tile, with its scale and zero. */
+TKVI_FN float tkvi_k_value(const tkvi_side *s, int width, const uint8_t *tile, int position, int t,
+                           float scale, float zero) {
+    float product = tkvi_f32(scale * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
+    return tkvi_f32(product + zero);
+}
+
 /* The channel at one position of a tile of this width. */
-TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
-                             int n, const float *scale, const float *zero, float *x, size_t stride) {
+static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
+                          const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
     for (t = first; t < first + n && channel < s->dim; t++) {
         int m = t * s->groups / TKVI_BLOCK * s->pad + position;
-        float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
-        x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+        x[(size_t)(t - first) * stride + (size_t)channel] =
+            tkvi_k_value(s, width, tile, position, t, scale[m], zero[m]);
     }
 }
 
@@ -3388,23 +3431,19 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 /* >>V */
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-/* Token t of a slab, of one of its tiles; x: [dim]. */
-TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
-                             const float *scale, const float *zero, float *x) {
-    int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
-    for (c = 0; c < channels; c++) {
-        int m = (slab + c) / s->group * TKVI_BLOCK + t;
-        int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
-        float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
-        x[slab + c] = tkvi_f32(product + zero[m]);
-    }
+/* Token t of channel c of a slab, of one of its tiles, with its scale and zero. */
+TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, int c, int t, float scale,
+                           float zero) {
+    int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
+    float product = tkvi_f32(scale * tkvi_level(s, width, c / 16, code)); /* exact */
+    return tkvi_f32(product + zero);
 }
 
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, t, slab = 0;
+    int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
@@ -3413,7 +3452,11 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, co
             tkvi_unpack_tile(src, &at, width, tile);
             tkvi_next_tile(&at, width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
-                tkvi_v_values(s, width, tile, slab, t, scale, zero, x + (size_t)(t - first) * stride);
+                for (c = 0; c < tkvi_slab_channels(s, width) && slab + c < s->dim; c++) {
+                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
+                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] =
+                        tkvi_v_value(s, width, tile, c, t, scale[m], zero[m]);
+                }
             if (i % 4 == 3) slab += tkvi_slab_channels(s, width);
         }
     if (s->format->rotated)
@@ -3455,9 +3498,25 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, cons
 #define TKVI_FORMAT_KIVI_H
 
 
+/* Stores scale and zero of codes up to `top`; gives both as they are read. */
+TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
+                           float *scale, float *zero) {
+    uint16_t a = tkvi_f32_to_f16(tkvi_f32(range / top));
+    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 counts as 0, whichever came first */
+    tkvi_store16(scale_at, a);
+    tkvi_store16(zero_at, b);
+    *scale = tkvi_f16_to_f32(a);
+    *zero = tkvi_f16_to_f32(b);
+}
+
+TKVI_FN int tkvi_kivi_code(float v, float scale, float zero, float top) {
+    float y = scale > 0.0f ? tkvi_f32(tkvi_f32(v - zero) / scale) : 0.0f;
+    return tkvi_rne(tkvi_clampf(y, 0.0f, top));
+}
+
 /* One group whose values stand together, one at least: codes, scale, zero. */
-TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                               uint8_t *zero_at) {
+static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
@@ -3473,15 +3532,9 @@ TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t
     range = tkvi_f32(hi - lo);
     if (fit && hi > lo && !tkvi_group_init(&group, x, n, lo, hi)) fit = 0;
     if (hi > lo && (fit & TKV_FIT_CLIP)) tkvi_clip(&group, (1 << bits) - 1, &lo, &range);
-    tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(range / top)));
-    tkvi_store16(zero_at, tkvi_f32_to_f16(lo + 0.0f)); /* -0 counts as 0, whichever came first */
-    scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
-    zero = tkvi_f16_to_f32(tkvi_load16(zero_at));
-    for (i = 0; i < n; i++) {
-        float v = tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX);
-        float y = scale > 0.0f ? tkvi_f32(tkvi_f32(v - zero) / scale) : 0.0f;
-        code[i] = (uint8_t)tkvi_rne(tkvi_clampf(y, 0.0f, top));
-    }
+    tkvi_kivi_put(lo, range, top, scale_at, zero_at, &scale, &zero);
+    for (i = 0; i < n; i++)
+        code[i] = (uint8_t)tkvi_kivi_code(tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX), scale, zero, top);
     if (hi > lo && (fit & (TKV_FIT_NORM | TKV_FIT_UNBIASED)))
         tkvi_moments(&group, code, fit & TKV_FIT_UNBIASED, scale_at, zero_at);
 }
@@ -3501,8 +3554,8 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
 }
 
 /* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
-TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                              tkvi_codes code, uint8_t *meta) {
+static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
+                             tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
@@ -3514,8 +3567,8 @@ TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride,
 }
 
 /* Group g of one token of V. */
-TKVI_FN void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
-                           uint8_t *meta) {
+static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                          uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
@@ -3843,39 +3896,76 @@ static void tkvi_a_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
+/* One column between the steps. Sums are integers: threads can share its tokens. */
+typedef struct tkvi_column {
+    int n, width;
+    float low, step; /* value = low + step * (u + 1/2), nearly */
+    int32_t sum_u, sum_uu;
+    int32_t sum_c, sum_cc, sum_cu; /* of the codes chosen */
+} tkvi_column;
+
+static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
+    tkvi_column one;
+    one.n = c->n;
+    one.width = c->width[l];
+    one.low = c->low[l];
+    one.step = c->step[l];
+    one.sum_u = c->sum_u[l];
+    one.sum_uu = c->sum_uu[l];
+    one.sum_c = c->sum_c[l];
+    one.sum_cc = c->sum_cc[l];
+    one.sum_cu = c->sum_cu[l];
+    return one;
+}
+
+TKVI_FN float tkvi_a_residual(float x, float mean) { return tkvi_clampf(tkvi_f32(x - mean), -1e30f, 1e30f); }
+
+/* The step of residuals from low to high; *inverse: what tkvi_a_integer wants. */
+TKVI_FN float tkvi_a_step(float low, float high, float *inverse) {
+    float step = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
+    *inverse = step > 1e-36f ? tkvi_f32(1.0f / step) : 0.0f;
+    return *inverse > 0.0f ? step : 0.0f;
+}
+
+TKVI_FN int tkvi_a_integer(float residual, float low, float inverse) {
+    return tkvi_min((int)tkvi_f32(tkvi_f32(residual - low) * inverse), TKVI_STEPS - 1);
+}
+
 /* Range and integers of column l. */
-TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
+static void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
-        x[t] = l < c->lanes ? tkvi_f32(c->x[(size_t)t * c->stride + (size_t)l] - c->mean[l]) : 0.0f;
-        x[t] = tkvi_clampf(x[t], -1e30f, 1e30f);
+        x[t] = l < c->lanes ? tkvi_a_residual(c->x[(size_t)t * c->stride + (size_t)l], c->mean[l]) : 0.0f;
         low = x[t] < low ? x[t] : low;
         high = x[t] > high ? x[t] : high;
     }
     c->low[l] = low;
-    c->step[l] = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
-    inverse = c->step[l] > 1e-36f ? tkvi_f32(1.0f / c->step[l]) : 0.0f;
-    if (!(inverse > 0.0f)) c->step[l] = 0.0f;
+    c->step[l] = tkvi_a_step(low, high, &inverse);
     c->sum_u[l] = c->sum_uu[l] = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        int v = t < c->n ? (int)tkvi_f32(tkvi_f32(x[t] - low) * inverse) : 0;
-        v = tkvi_min(v, TKVI_STEPS - 1);
+        int v = t < c->n ? tkvi_a_integer(x[t], low, inverse) : 0;
         *tkvi_column_u(c, l, t) = (int16_t)v;
         c->sum_u[l] += v;
         c->sum_uu[l] += v * v;
     }
 }
 
+/* How well codes with these sums follow n values. */
+TKVI_FN float tkvi_a_score(int n, int sum_u, int sum, int squares, int products) {
+    float cov = tkvi_covariance(n, sum, sum_u, products), var = tkvi_covariance(n, sum, sum, squares);
+    return var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+}
+
 /* The best range of column l; its codes. */
-TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
+static void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
     for (k = 0; k < TKVI_A_CUTS; k++) {
         int cut = tkvi_a_ranges[k].cut[width], by = tkvi_a_ranges[k].by[width];
         int sum = 0, squares = 0, products = 0;
-        float cov, var, score;
+        float score;
         uint8_t code[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) {
             int v = tkvi_cut_code(u[t], cut, by, top);
@@ -3884,9 +3974,7 @@ TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
             squares += v * v;
             products += v * u[t];
         }
-        cov = tkvi_covariance(c->n, sum, c->sum_u[l], products);
-        var = tkvi_covariance(c->n, sum, sum, squares);
-        score = var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+        score = tkvi_a_score(c->n, c->sum_u[l], sum, squares, products);
         if (score > most) {
             most = score;
             c->sum_c[l] = sum;
@@ -3906,9 +3994,9 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
 }
 
 /* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
-TKVI_FN double tkvi_a_mean(const tkvi_columns *c, int l) {
-    float mean_u = tkvi_f32((float)(2 * c->sum_u[l] + c->n) / (float)(2 * c->n));
-    return tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u);
+TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
+    float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
+    return tkvi_f64((double)c->low + (double)c->step * (double)mean_u);
 }
 
 /* The offset that gives codes with this sum that mean. */
@@ -3920,52 +4008,70 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Metadata of column l; 1: its mean is too far for them. */
-TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
-    double mean = tkvi_a_mean(c, l);
-    float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
-    float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
-    float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
-    int offset;
+/* Metadata of a column; 1: its mean is too far for them. */
+TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset, float *middle) {
+    double mean = tkvi_a_mean(c);
+    float cov = tkvi_covariance(c->n, c->sum_c, c->sum_u, c->sum_cu), scale = 0.0f;
+    float var = tkvi_covariance(c->n, c->sum_u, c->sum_u, c->sum_uu);
+    float var_c = tkvi_covariance(c->n, c->sum_c, c->sum_c, c->sum_cc);
+    int by;
     if (cov > 0.0f && var > 0.0f) {
-        scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
-        scale = tkvi_f32(scale * c->step[l]);
+        scale = c->width == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+        scale = tkvi_f32(scale * c->step);
     }
-    c->middle[l] = tkvi_f32((float)mean);
-    c->log[l] = (uint8_t)tkvi_log_code(scale, top);
-    offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
-    c->offset[l] = (uint8_t)offset;
-    return c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0));
+    *middle = tkvi_f32((float)mean);
+    *log = (uint8_t)tkvi_log_code(scale, top);
+    by = tkvi_a_offset(mean, tkvi_log_value(*log, top), c->sum_c, c->n, c->width);
+    *offset = (uint8_t)by;
+    return c->width && (by < -127 || by > 127 || (*log == 0 && mean != 0.0));
 }
 
 static void tkvi_settle_scalar(tkvi_columns *c, int top) {
     int l;
     c->far = 0;
-    for (l = 0; l < TKVI_LANES; l++) c->far |= (uint32_t)tkvi_a_settle(c, l, top) << l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        tkvi_column one = tkvi_column_of(c, l);
+        int far = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        c->far |= (uint32_t)far << l;
+    }
 }
 
-/* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
- * reach it. */
-TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
-    double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
-    int width = c->width[l], t, sum = 0, log, offset;
-    double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
-    float scale;
-    log = tkvi_max(c->log[l], tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
-    scale = tkvi_log_value(log, top);
-    offset = tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, 1 << (width - 1), 1, width)));
+/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
+ * scale's byte and the first offset, codes, the offset that they have. */
+TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
+    double mean = tkvi_a_mean(c), far = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
+    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
+    *offset = tkvi_a_offset(mean, tkvi_log_value(log, top), 1 << (c->width - 1), 1, c->width);
+    *offset = tkvi_max(-127, tkvi_min(127, *offset));
+    return log;
+}
+
+TKVI_FN int tkvi_a_far_code(const tkvi_column *c, int v, float scale, int offset) {
+    int top = (1 << c->width) - 1, k;
+    float u = (float)v + 0.5f;
+    double x = tkvi_f64((double)c->low + (double)c->step * (double)u), middle = 0.5 * (double)top;
+    x = tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / (double)tkvi_a_unit[c->width]);
+    x = tkvi_f64(tkvi_f64(x + middle) + 0.5);
+    k = x < 0.0 ? 0 : x > 255.0 ? 255 : (int)x;
+    return tkvi_min(k, top);
+}
+
+TKVI_FN uint8_t tkvi_a_far_offset(const tkvi_column *c, float scale, int sum_c) {
+    int offset = tkvi_a_offset(tkvi_a_mean(c), scale, sum_c, c->n, c->width);
+    return (uint8_t)tkvi_max(-127, tkvi_min(127, offset));
+}
+
+static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+    tkvi_column one = tkvi_column_of(c, l);
+    int offset, log = tkvi_a_far(&one, c->log[l], top, &offset), sum = 0, t;
+    float scale = tkvi_log_value(log, top);
     for (t = 0; t < c->n; t++) {
-        float u = (float)*tkvi_column_u(c, l, t) + 0.5f;
-        double x = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)u);
-        double v =
-            tkvi_f64(tkvi_f64(tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / unit) + middle) + 0.5);
-        int k = v < 0.0 ? 0 : v > 255.0 ? 255 : (int)v;
-        k = tkvi_min(k, (1 << width) - 1);
+        int k = tkvi_a_far_code(&one, *tkvi_column_u(c, l, t), scale, offset);
         c->code[l][t] = (uint8_t)k;
         sum += k;
     }
     c->log[l] = (uint8_t)log;
-    c->offset[l] = (uint8_t)tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, sum, c->n, width)));
+    c->offset[l] = tkvi_a_far_offset(&one, scale, sum);
 }
 
 /* Metadata of a position. */
@@ -4119,37 +4225,67 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Codes of token number t with the integers u, and twice <u, level>. */
-TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
-    float unit = tkvi_f32(1.0f / sigma), fine = tkvi_f32(unit * (16.0f * TKVI_R_UNIT));
-    int32_t sum = 0;
-    int c, k, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
-    for (c = 0; c < pairs; c += c % 32 == 15 ? 17 : 1) { /* channels c and c + 16, in 1/16 of a level */
-        int a = tkvi_floor(tkvi_f32((float)u[c] * fine)), b = tkvi_floor(tkvi_f32((float)u[c + 16] * fine));
-        int best = 0, most = -(1 << 30);
-        for (k = 0; k < 8; k++) {
-            int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
-            if (score > most) {
-                most = score;
-                best = k;
-            }
+/* Code of a pair of channels, `fine` being 16 levels of an integer; adds twice <u, level> to the sum. */
+TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
+    int a = tkvi_floor(tkvi_f32((float)u * fine)),
+        b = tkvi_floor(tkvi_f32((float)v * fine)); /* in 1/16 of a level */
+    int best = 0, most = -(1 << 30), k;
+    for (k = 0; k < 8; k++) {
+        int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
+        if (score > most) {
+            most = score;
+            best = k;
         }
-        sum += 2 * (u[c] * tkvi_r_pairs[best] + u[c + 16] * tkvi_r_pairs[16 + best]);
-        *tkvi_v_code(code, lane++, t) = (uint8_t)best;
     }
+    *sum += 2 * (u * tkvi_r_pairs[best] + v * tkvi_r_pairs[16 + best]);
+    return best;
+}
+
+/* The same of one channel on the grid of 2^bits points; pairs: on their scale. */
+TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
+    int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u * fine)) + (top + 1) / 2;
+    v = tkvi_max(0, tkvi_min(top, v));
+    *sum += pairs ? 2 * u * tkvi_r_pairs[32 + v] : u * (2 * v - top);
+    return v;
+}
+
+/* One over the deviation of a token's integers, in levels of pairs. */
+TKVI_FN float tkvi_r_unit(int32_t squares, int dim) {
+    return tkvi_f32(1.0f / tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)dim))));
+}
+
+TKVI_FN float tkvi_r_fine(float unit) { return tkvi_f32(unit * (16.0f * TKVI_R_UNIT)); }
+
+/* Codes of token number t with the integers u, and twice <u, level>. */
+static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, int t, tkvi_codes code) {
+    float fine = tkvi_r_fine(unit);
+    int32_t sum = 0;
+    int c, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
+    for (c = 0; c < pairs; c += c % 32 == 15 ? 17 : 1) /* channels c and c + 16 */
+        *tkvi_v_code(code, lane++, t) = (uint8_t)tkvi_r_pair(u[c], u[c + 16], fine, &sum);
     fine = tkvi_f32(unit / tkvi_r_step[bits]);
-    for (c = pairs; c < s->dim; c++) {
-        int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u[c] * fine)) + (top + 1) / 2;
-        v = tkvi_max(0, tkvi_min(top, v));
-        sum += s->pairs ? 2 * u[c] * tkvi_r_pairs[32 + v] : u[c] * (2 * v - top);
-        *tkvi_v_code(code, lane++, t) = (uint8_t)v;
-    }
+    for (c = pairs; c < s->dim; c++)
+        *tkvi_v_code(code, lane++, t) = (uint8_t)tkvi_r_grid(u[c], fine, bits, s->pairs, &sum);
     return sum;
 }
 
+/* Of a token's largest value: what makes integers of its values, 0 if they are as good as nothing. */
+TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
+
+TKVI_FN int tkvi_r_integer(float y, float by) {
+    return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
+}
+
+/* The scale of a token: its largest value, its squares, and the sum of tkvi_r_codes. */
+TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
+    float step = tkvi_f32(most / (float)TKVI_R_MOST);
+    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
+    return most > 1e-30f ? step : 0.0f;
+}
+
 /* Codes of token number t with the rotated values y; returns its scale. */
-TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
-    float most = 0.0f, by, step;
+static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
+    float most = 0.0f, by;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;
     int c;
@@ -4159,16 +4295,14 @@ TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_c
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
-    by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
-    step = tkvi_f32(most / (float)TKVI_R_MOST);
+    by = tkvi_r_by(most);
     for (c = 0; c < s->dim; c++) {
-        u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
+        u[c] = (int16_t)tkvi_r_integer(y[c], by);
         squares += u[c] * u[c];
     }
     if (squares == 0) squares = 1;
-    sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
-    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
-    return by > 0.0f ? step : 0.0f;
+    sum = tkvi_r_codes(s, u, tkvi_r_unit(squares, s->dim), t, code);
+    return tkvi_r_scale(most, squares, sum);
 }
 
 /* The same, with the values as they come. */

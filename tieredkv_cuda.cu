@@ -123,8 +123,9 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
  * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
  * i, for all. */
 /* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->max_append) new tokens for each row. d_k, d_v:
- * [row][n_tokens] [n_kv_heads][head_dim], packed, keys after RoPE. First what is due moves down a tier, as in
- * tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64 tokens. */
+ * [row][n_tokens][n_kv_heads][head_dim], packed, aligned as their type, keys after RoPE. First what is due moves
+ * down a tier, as in tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64
+ * tokens. */
 int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
                  const int32_t *d_seq_map, tkvcu_stream stream);
 
@@ -387,51 +388,81 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
 #endif /* TKVCU_WARP_H */
 /* ======== encode.h ======== */
 /*
- * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the functions of
- * tieredkv.h, a thread for each column of K, token of V, or tile. So the bytes are those of the host.
+ * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
+ * functions, so the bytes are those of the host.
+ *
+ * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64 tokens
+ * four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a line is
+ * summed up to are integers, or ends of a range: the same in any order.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_build.py looks at what it
- * makes of them).
+ * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it makes of
+ * them).
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
 
 
-#define TKVCU_ENCODERS 128 /* threads: one for each channel of 128 */
+#define TKVCU_PART 16 /* values of a line that a thread has */
+#define TKVCU_LINE 4  /* threads of a channel of K */
 
-/* Shared memory of the CTA. Behind it: tkvi_columns [head_dim / 16], codes [head_dim][64], values
- * [64][head_dim + 1]. An odd stride: threads that walk along tokens, and those that walk along channels, all
- * have banks of their own. */
-typedef struct tkvcu_desk {
+/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format, out
+ * of the loop over blocks, into more registers than there are. */
+TKVCU_DEVICE int tkvcu_me(void) {
+#ifdef TKVCU_ON_CPU
+    return (int)threadIdx.x;
+#else
+    int me;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(me));
+    __builtin_assume(me >= 0);
+    return me;
+#endif
+}
+
+typedef struct alignas(16) tkvcu_16 { /* moved at once */
+    uint64_t x[2];
+} tkvcu_16;
+
+/* Shared memory of the CTA. Rows of values are 8 longer than they are: then neighbours have banks of their own, both
+ * where they walk along tokens and along channels. */
+template <int Dim> struct tkvcu_desk {
+    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_PART, STRIDE = Dim + 8 };
     tkvi_format format[2];
     tkvi_side side[2]; /* from, to */
-    float scale[2 * 128], zero[2 * 128];
-    float mean[128], middle[128]; /* A, by channel; channel: by position */
-    uint8_t channel[128], width[128], log[128], by[128];
-} tkvcu_desk;
+    float scale[Dim], zero[Dim];
+    alignas(16) uint8_t meta[4 * Dim]; /* of side 1 */
+    alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
+    union {
+        alignas(16) float x[TKVI_BLOCK * STRIDE];
+        uint8_t bytes[TKVI_BLOCK * STRIDE *
+                      sizeof(float)]; /* side 0 before it is decoded, codes of side 1 packed */
+    };
+};
 
-__host__ __device__ static inline size_t tkvcu_desk_bytes(int head_dim) {
-    const size_t dim = (size_t)head_dim;
-    return tkvi_align_up(sizeof(tkvcu_desk)) + dim / TKVI_LANES * sizeof(tkvi_columns) + dim * TKVI_BLOCK +
-           TKVI_BLOCK * (dim + 1) * sizeof(float);
+/* >>what a line's threads have together */
+template <int Threads, class T> TKVCU_DEVICE T tkvcu_total(T x) {
+    int by;
+    TKVCU_UNROLL
+    for (by = 1; by < Threads; by *= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
+    return x;
 }
 
-__device__ static inline tkvi_columns *tkvcu_columns_of(tkvcu_desk *d) {
-    return (tkvi_columns *)(void *)((uint8_t *)d + tkvi_align_up(sizeof *d));
+template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
+    int by;
+    TKVCU_UNROLL
+    for (by = 1; by < Threads; by *= 2) {
+        const float y = __shfl_xor_sync(0xffffffffu, x, by);
+        x = y < x ? y : x;
+    }
+    return x;
 }
 
-__device__ static inline uint8_t *tkvcu_codes_of(tkvcu_desk *d, int head_dim) {
-    return (uint8_t *)(tkvcu_columns_of(d) + head_dim / TKVI_LANES);
-}
+template <int Threads> TKVCU_DEVICE float tkvcu_most(float x) { return -tkvcu_least<Threads>(-x); }
 
-__device__ static inline float *tkvcu_values_of(tkvcu_desk *d, int head_dim) {
-    return (float *)(void *)(tkvcu_codes_of(d, head_dim) + head_dim * TKVI_BLOCK);
-}
-
+/* >>sides */
 /* The side as the functions of tieredkv.h want it. One thread writes it. */
-__device__ static inline void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
-                                              tkvi_format *f, tkvi_side *s) {
+TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
+                                  tkvi_format *f, tkvi_side *s) {
     int w;
     memset(f, 0, sizeof *f);
     memset(s, 0, sizeof *s);
@@ -466,40 +497,22 @@ __device__ static inline void tkvcu_side_open(const tkvcu_view *v, const tkvcu_s
     }
 }
 
-/* Walks over the tiles that are this thread's. Those that share a vector of 1-bit halves belong to one. */
-typedef struct tkvcu_walk {
-    const tkvi_side *s;
-    tkvi_tile_at at;
-    int width, i, left; /* of tile i; left: of its width, behind it */
-} tkvcu_walk;
-
-__device__ static inline tkvcu_walk tkvcu_walk_of(const tkvi_side *s) {
-    tkvcu_walk w;
-    w.s = s;
-    w.at = tkvi_tiles(&s->runs);
-    w.width = TKVI_MAX_WIDTH + 1;
-    w.i = -1;
-    w.left = 0;
-    return w;
-}
-
-__device__ static inline int tkvcu_walk_next(tkvcu_walk *w) {
-    int owner;
-    do {
-        if (w->i >= 0) tkvi_next_tile(&w->at, w->width);
-        w->i++;
-        while (w->left == 0) {
-            if (--w->width == 0) return 0;
-            w->left = w->s->runs.n[w->width];
-        }
-        w->left--;
-        owner = tkvi_has_half[w->width] ? w->at.half / 2 : w->i;
-    } while (owner % (int)blockDim.x != (int)threadIdx.x);
-    return 1;
+/* Width of tile i, 0: there are not so many; and where it lies. */
+TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
+    int width;
+    *at = tkvi_tiles(&s->runs);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int n = s->runs.n[width], skip = i < n ? i : n;
+        at->wide += (size_t)skip * tkvi_wide_bytes[width];
+        at->half += skip * tkvi_has_half[width];
+        if (i < n) break;
+        i -= n;
+    }
+    return width;
 }
 
 /* Bits of the tile that has this position. */
-__device__ static inline int tkvcu_width_at(const tkvi_side *s, int position) {
+TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         end += 4 * s->runs.n[width];
@@ -508,10 +521,45 @@ __device__ static inline int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
+/* The rotation of rotate.h, or back, of a token that `Threads` neighbours have. */
+template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
+    const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
+    int i, h;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART && !back; i++) {
+        const int c = Threads * i + part;
+        y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
+    }
+    TKVCU_UNROLL
+    for (h = 1; h < Threads; h *= 2) {
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const float other = __shfl_xor_sync(0xffffffffu, y[i], h);
+            y[i] = part & h ? other - y[i] : y[i] + other;
+        }
+    }
+    TKVCU_UNROLL
+    for (h = 1; h < TKVCU_PART; h *= 2) {
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const float a = y[i & ~h], b = y[i | h];
+            if (i & h) continue;
+            y[i] = a + b;
+            y[i | h] = a - b;
+        }
+    }
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const int c = Threads * i + part;
+        y[i] *= norm;
+        if (back) y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
+    }
+}
+
 /* >>decoding */
 /* Scale and zero number i of the side. */
-__device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
-                                         float *scale, float *zero) {
+TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i, float *scale,
+                             float *zero) {
     if (kind == TKVCU_KIVI) {
         *scale = tkvi_f16_to_f32(tkvi_load16(meta + 2 * i));
         *zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * (n + i)));
@@ -529,174 +577,361 @@ __device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uin
     }
 }
 
-/* The rotation of rotate.h, or back, of all tokens at once; head_dim is a power of two. Begins and ends with
- * all threads together. */
-__device__ static inline void tkvcu_rotate(float *x, int dim, int back) {
-    const int me = (int)threadIdx.x, all = (int)blockDim.x, stride = dim + 1;
-    int i, h, log2n = 0;
-    while (dim >> (log2n + 1)) log2n++;
-    for (i = me; !back && i < TKVI_BLOCK * dim; i += all) {
-        const int c = i % dim;
-        float *y = x + i / dim * stride + c;
-        const float z = tkvi_clampf(*y, -1e30f, 1e30f); /* as format_r.h; bfloat16 has more */
-        *y = tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
-    }
-    for (h = 1; h < dim; h *= 2) {
-        __syncthreads();
-        for (i = me; i < TKVI_BLOCK * dim / 2; i += all) {
-            const int pair = i % (dim / 2);
-            float *y = x + i / (dim / 2) * stride + pair / h * 2 * h + pair % h;
-            const float a = y[0], b = y[h];
-            y[0] = a + b;
-            y[h] = a - b;
+/* Rows of halves to values. */
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int bf16, const uint8_t *src) {
+    int i, k;
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) { /* 8 values at a time */
+        const int at = 8 * (tkvcu_me() + i * tkvcu_desk<Dim>::THREADS);
+        const tkvcu_16 h = *(const tkvcu_16 *)(const void *)(src + 2 * at);
+        tkvcu_16 *x = (tkvcu_16 *)(void *)(d->x + at / Dim * tkvcu_desk<Dim>::STRIDE + at % Dim);
+        tkvcu_16 y[2] = {{{0, 0}}, {{0, 0}}};
+        TKVCU_UNROLL
+        for (k = 0; k < 8; k++) {
+            const uint16_t z = (uint16_t)(h.x[k / 4] >> 16 * (k % 4));
+            const uint32_t bits = tkvi_bits(bf16 ? tkvi_bf16_to_f32(z) : tkvi_f16_to_f32(z));
+            y[k / 4].x[k / 2 % 2] |= (uint64_t)bits << 32 * (k % 2);
         }
+        x[0] = y[0];
+        x[1] = y[1];
     }
-    __syncthreads();
-    for (i = me; i < TKVI_BLOCK * dim; i += all) {
-        const int c = i % dim;
-        float *y = x + i / dim * stride + c;
-        const float z = *y * tkvi_hadamard_norm[log2n];
-        *y = back && tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
-    }
-    __syncthreads();
 }
 
-/* Token t of a V side. */
-__device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (*code)[TKVI_TILE_CODES],
-                                            int t, float *x) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_desk<Dim> *d) {
     const tkvi_side *s = &d->side[0];
-    int width, i, tile = 0, slab = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, tile += 4) {
-            tkvi_v_values(s, width, code[tile + t / 16], slab, t, d->scale, d->zero, x);
-            slab += tkvi_slab_channels(s, width);
-        }
+    const int position = tkvcu_me() / TKVCU_LINE, width = tkvcu_width_at(s, position);
+    const uint8_t *tile = d->code[position / 4];
+    const float scale = d->scale[position], zero = d->zero[position];
+    float *x = d->x + tkvi_channel(s, position);
+    int t;
+    TKVCU_UNROLL
+    for (t = tkvcu_me() % TKVCU_LINE; t < TKVI_BLOCK; t += TKVCU_LINE)
+        x[t * tkvcu_desk<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
-/* A side's 64 tokens to the desk's values, by all threads; exact ones: bf16 or not. */
-__device__ static inline void tkvcu_decode(tkvcu_desk *d, const tkvcu_side *from, const uint8_t *src) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
+    enum { LINE = Dim / TKVCU_PART };
     const tkvi_side *s = &d->side[0];
-    const int dim = s->dim, stride = dim + 1, me = (int)threadIdx.x, all = (int)blockDim.x;
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    tkvi_tile_at at;
+    const int width = tkvcu_tile_of(s, 0, &at),
+              slab = s->pairs ? 5 : 4; /* all are alike, of 2^slab channels */
+    float y[TKVCU_PART];
     int i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const int c = LINE * i + part;
+        const int m = (s->groups > 1 ? c / TKVI_BLOCK * TKVI_BLOCK : 0) + t;
+        y[i] = tkvi_v_value(s, width, d->code[(c >> slab) * 4 + t / 16], c & ((1 << slab) - 1), t,
+                            d->scale[m], d->zero[m]);
+    }
+    if (s->format->rotated) tkvcu_rotate<LINE>(y, part, 1);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part] = y[i];
+}
+
+/* A side's 64 tokens to the desk's values, by all threads. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
+    const tkvi_side *s = &d->side[0];
+    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS;
+    int i, p;
     if (from->kind == TKVCU_EXACT) {
-        for (i = me; i < TKVI_BLOCK * dim; i += all) {
-            const uint16_t h = tkvi_load16(src + 2 * i);
-            x[i / dim * stride + i % dim] = from->bf16 ? tkvi_bf16_to_f32(h) : tkvi_f16_to_f32(h);
+        tkvcu_decode_exact<Dim>(d, from->bf16, src);
+    } else {
+        const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
+        tkvi_tile_at at;
+        for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
+            *(tkvcu_16 *)(void *)(d->bytes + i) = *(const tkvcu_16 *)(const void *)(src + i);
+        __syncthreads();
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
+            const int width = tkvcu_tile_of(s, tile, &at);
+            for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
+            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        }
+        for (i = me; i < n; i += all)
+            tkvcu_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        __syncthreads();
+        if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
+        else tkvcu_decode_k<Dim>(d);
+    }
+    __syncthreads();
+}
+
+/* >>encoding: the desk's values as codes and metadata of side 1, each kind in the steps of its format_*.h */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
+    enum { NEXT = TKVCU_LINE * tkvcu_desk<Dim>::STRIDE };
+    const tkvi_side *s = &d->side[1];
+    const int position = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    const float mean = s->mean ? s->mean[position] : 0.0f;
+    float *x = d->x + part * tkvcu_desk<Dim>::STRIDE + tkvi_channel(s, position);
+    float y[TKVCU_PART], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    int u[TKVCU_PART], i, k, best = 0, far;
+    uint8_t log, by;
+    tkvi_column c;
+    c.n = TKVI_BLOCK;
+    c.width = tkvcu_width_at(s, position);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        y[i] = tkvi_a_residual(x[i * NEXT], mean);
+        low = y[i] < low ? y[i] : low;
+        high = y[i] > high ? y[i] : high;
+    }
+    c.low = tkvcu_least<TKVCU_LINE>(low);
+    c.step = tkvi_a_step(c.low, tkvcu_most<TKVCU_LINE>(high), &inverse);
+    c.sum_u = c.sum_uu = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        u[i] = tkvi_a_integer(y[i], c.low, inverse);
+        c.sum_u += u[i];
+        c.sum_uu += u[i] * u[i];
+    }
+    c.sum_u = tkvcu_total<TKVCU_LINE>(c.sum_u);
+    c.sum_uu = tkvcu_total<TKVCU_LINE>(c.sum_uu);
+    c.sum_c = c.sum_cc = c.sum_cu = 0;
+    TKVCU_ROLL
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const int cut = tkvi_a_ranges[k].cut[c.width], times = tkvi_a_ranges[k].by[c.width];
+        int sum = 0, squares = 0, products = 0;
+        float score;
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const int code = tkvi_cut_code(u[i], cut, times, (1 << c.width) - 1);
+            sum += code;
+            squares += code * code;
+            products += code * u[i];
+        }
+        sum = tkvcu_total<TKVCU_LINE>(sum);
+        squares = tkvcu_total<TKVCU_LINE>(squares);
+        products = tkvcu_total<TKVCU_LINE>(products);
+        score = tkvi_a_score(c.n, c.sum_u, sum, squares, products);
+        if (score > most) {
+            most = score;
+            best = k;
+            c.sum_c = sum;
+            c.sum_cc = squares;
+            c.sum_cu = products;
+        }
+    }
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++)
+        *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
+            u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
+    far = tkvi_a_settle(&c, s->top, &log, &by, &middle);
+    if (__any_sync(0xffffffffu, far)) {
+        int offset, sum = 0;
+        float scale = 0.0f;
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++)
+            x[i * NEXT] = (float)u[i]; /* a loop that is rolled finds no registers */
+        if (far) {
+            log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
+            scale = tkvi_log_value(log, s->top);
+            TKVCU_ROLL
+            for (i = 0; i < TKVCU_PART; i++) {
+                const int code = tkvi_a_far_code(&c, (int)x[i * NEXT], scale, offset);
+                *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)code;
+                sum += code;
+            }
+        }
+        sum = tkvcu_total<TKVCU_LINE>(sum);
+        if (far) by = tkvi_a_far_offset(&c, scale, sum);
+    }
+    if (part == 0) tkvi_a_put(c.width, log, by, middle, &d->meta[position], &d->meta[Dim + position]);
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
+    enum {
+        LINE = Dim / TKVCU_PART,
+        PAIR = 16 / LINE
+    }; /* channels c and c + 16 are so many of a thread's apart */
+    const tkvi_side *s = &d->side[1];
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE, bits = s->half_bits / 2;
+    float y[TKVCU_PART], most = 0.0f, by, unit;
+    int u[TKVCU_PART], i, squares = 0, sum = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) /* as format_r.h; bfloat16 has more */
+        y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
+    tkvcu_rotate<LINE>(y, part, 0);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const float a = fabsf(y[i]);
+        most = a > most ? a : most;
+    }
+    most = tkvcu_most<LINE>(most);
+    most = most < 1e30f ? most : 1e30f;
+    by = tkvi_r_by(most);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        u[i] = tkvi_r_integer(y[i], by);
+        squares += u[i] * u[i];
+    }
+    squares = tkvcu_total<LINE>(squares);
+    if (squares == 0) squares = 1;
+    unit = tkvi_r_unit(squares, Dim);
+    if (s->pairs) {
+        const float fine = tkvi_r_fine(unit);
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const int c = LINE * i + part;
+            if (i / PAIR % 2 == 0)
+                *tkvi_v_code(d->code, c / 32 * 16 + c % 16, t) =
+                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_PART], fine, &sum);
         }
     } else {
-        const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
-        tkvcu_walk w = tkvcu_walk_of(s);
-        while (tkvcu_walk_next(&w)) tkvi_unpack_tile(src, &w.at, w.width, code[w.i]);
-        for (i = me; i < n; i += all)
-            tkvcu_meta(s, from->kind, src + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        const float fine = tkvi_f32(unit / tkvi_r_step[bits]);
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++)
+            *tkvi_v_code(d->code, LINE * i + part, t) = (uint8_t)tkvi_r_grid(u[i], fine, bits, 0, &sum);
+    }
+    sum = tkvcu_total<LINE>(sum);
+    __syncwarp();
+    if (part == 0) {
+        const float scale = tkvi_r_scale(most, squares, sum);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+    }
+}
+
+/* Codes of a group of 64 that `Threads` neighbours have; *scale and *zero are halves. */
+template <int Threads>
+TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
+                                   uint16_t *zero) {
+    enum { N = TKVI_BLOCK / Threads };
+    const int top = (1 << bits) - 1;
+    float v[N], low = 0.0f, high = 0.0f, range, inverse = 0.0f, a, b;
+    uint16_t u[N];
+    uint8_t meta[4];
+    tkvi_group g;
+    int i, k;
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) {
+        v[i] = tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX);
+        low = i == 0 || v[i] < low ? v[i] : low;
+        high = i == 0 || v[i] > high ? v[i] : high;
+    }
+    low = tkvcu_least<Threads>(low);
+    high = tkvcu_most<Threads>(high);
+    range = tkvi_f32(high - low);
+    if (fit) {
+        int sum_u = 0, sum_uu = 0;
+        if (high > low) inverse = tkvi_group_open(&g, TKVI_BLOCK, low, high);
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) {
+            u[i] = (uint16_t)tkvi_group_value(v[i], low, high, inverse);
+            sum_u += u[i];
+            sum_uu += u[i] * u[i];
+        }
+        g.sum_u = tkvcu_total<Threads>(sum_u);
+        g.sum_uu = tkvcu_total<Threads>(sum_uu);
+    }
+    if (fit & TKV_FIT_CLIP) {
+        int64_t least = tkvcu_total<Threads>(tkvi_cut_error(u, N, 0, top));
+        int best = 0;
+        TKVCU_ROLL
+        for (k = 1; k < TKVI_FIT_TRIES; k++) {
+            const int64_t error = tkvcu_total<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
+            best = error < least ? k : best;
+            least = error < least ? error : least;
+        }
+        if (inverse > 0.0f) tkvi_clip_to(&g, best, &low, &range);
+    }
+    tkvi_kivi_put(low, range, (float)top, meta, meta + 2, &a, &b);
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) code[i] = tkvi_kivi_code(v[i], a, b, (float)top);
+    if (fit & (TKV_FIT_NORM | TKV_FIT_UNBIASED)) {
+        int sum = 0, squares = 0, products = 0;
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) {
+            sum += code[i];
+            squares += code[i] * code[i];
+            products += code[i] * u[i];
+        }
+        sum = tkvcu_total<Threads>(sum);
+        squares = tkvcu_total<Threads>(squares);
+        products = tkvcu_total<Threads>(products);
+        if (inverse > 0.0f)
+            tkvi_moments_of(&g, sum, squares, products, fit & TKV_FIT_UNBIASED, meta, meta + 2);
+    }
+    *scale = tkvi_load16(meta);
+    *zero = tkvi_load16(meta + 2);
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_desk<Dim> *d) {
+    const tkvi_side *s = &d->side[1];
+    const int channel = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    float x[TKVCU_PART];
+    uint16_t scale, zero;
+    int code[TKVCU_PART], i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) x[i] = d->x[(TKVCU_LINE * i + part) * tkvcu_desk<Dim>::STRIDE + channel];
+    tkvcu_kivi_group<TKVCU_LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) *tkvi_k_code(d->code, channel, TKVCU_LINE * i + part) = (uint8_t)code[i];
+    if (part == 0) {
+        tkvi_store16(d->meta + 2 * channel, scale);
+        tkvi_store16(d->meta + 2 * (Dim + channel), zero);
+    }
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
+    enum { LINE = Dim / TKVCU_PART, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
+    const tkvi_side *s = &d->side[1];
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    int g, i;
+    TKVCU_ROLL
+    for (g = 0; g < GROUPS; g++) {
+        float x[N];
+        uint16_t scale, zero;
+        int code[N];
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) x[i] = d->x[t * tkvcu_desk<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
+        tkvcu_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) *tkvi_v_code(d->code, TKVI_BLOCK * g + LINE * i + part, t) = (uint8_t)code[i];
+        if (part == 0) {
+            tkvi_store16(d->meta + 2 * (TKVI_BLOCK * g + t), scale);
+            tkvi_store16(d->meta + 2 * (Dim + TKVI_BLOCK * g + t), zero);
+        }
+    }
+}
+
+/* Values to a side at dst, by all threads. Codes are packed in shared memory, where the values were. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_desk<Dim> *d, int kind, uint8_t *dst) {
+    const tkvi_side *s = &d->side[1];
+    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS, codes = (int)s->code_bytes;
+    const tkvcu_16 none = {{0, 0}};
+    int i, upper;
+    if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
+    else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
+    else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
+    else tkvcu_encode_kivi_v<Dim>(d);
+    __syncthreads();
+    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_16 *)(void *)(d->bytes + i) = none;
+    /* Of two tiles that share a vector of 1-bit halves, one after the other. */
+    TKVCU_ROLL
+    for (upper = 0; upper < 2; upper++) {
         __syncthreads();
-        for (i = me; i < (s->which == TKV_V ? TKVI_BLOCK : dim); i += all)
-            if (s->which == TKV_V) tkvcu_v_token(d, code, i, x + i * stride);
-            else
-                tkvi_k_values(s, tkvcu_width_at(s, i), code[i / 4], i, 0, TKVI_BLOCK, d->scale, d->zero, x,
-                              (size_t)stride);
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
+            tkvi_tile_at at;
+            const int width = tkvcu_tile_of(s, tile, &at);
+            if (width && (tkvi_has_half[width] && at.half % 2) == upper)
+                tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        }
     }
     __syncthreads();
-    if (from->kind == TKVCU_R) tkvcu_rotate(x, dim, 1);
-}
-
-/* >>encoding: the desk's values as side 1, each kind in the steps of its format_*.h. dst was cleared. */
-__device__ static inline void tkvcu_encode_a(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim, me = (int)threadIdx.x, all = (int)blockDim.x;
-    uint8_t(*column)[TKVI_BLOCK] = (uint8_t(*)[TKVI_BLOCK])tkvcu_codes_of(d, dim);
-    tkvi_columns *columns = tkvcu_columns_of(d);
-    tkvcu_walk w;
-    int p;
-    for (p = me; p < dim; p += all) {
-        const int from = tkvi_channel(s, p);
-        d->channel[p] = (uint8_t)from;
-        d->width[from] = (uint8_t)tkvcu_width_at(s, p);
-        d->mean[from] = s->mean ? s->mean[p] : 0.0f;
-    }
-    for (p = me * TKVI_LANES; p < dim; p += all * TKVI_LANES) {
-        tkvi_columns *c = &columns[p / TKVI_LANES];
-        c->x = tkvcu_values_of(d, dim) + p;
-        c->stride = (size_t)dim + 1;
-        c->n = TKVI_BLOCK;
-        c->lanes = TKVI_LANES;
-        c->mean = d->mean + p;
-        c->width = d->width + p;
-        c->code = column + p;
-        c->log = d->log + p;
-        c->offset = d->by + p;
-        c->middle = d->middle + p;
-    }
+    for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
+        *(tkvcu_16 *)(void *)(dst + i) =
+            *(const tkvcu_16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
     __syncthreads();
-    for (p = me; p < dim; p += all) {
-        tkvi_columns *c = &columns[p / TKVI_LANES];
-        tkvi_a_integers(c, p % TKVI_LANES);
-        tkvi_a_search(c, p % TKVI_LANES);
-        if (tkvi_a_settle(c, p % TKVI_LANES, s->top)) tkvi_a_recode(c, p % TKVI_LANES, s->top);
-    }
-    __syncthreads();
-    for (w = tkvcu_walk_of(s); tkvcu_walk_next(&w);) {
-        alignas(8) uint8_t tile[TKVI_TILE_CODES];
-        tkvi_weave_scalar(column, d->channel + 4 * w.i, tile);
-        tkvi_pack_tile(dst, &w.at, w.width, tile);
-    }
-    for (p = me; p < dim; p += all) {
-        const int c = d->channel[p];
-        uint8_t *meta = dst + s->code_bytes + p;
-        tkvi_a_put(d->width[c], d->log[c], d->by[c], d->middle[c], meta, meta + dim);
-    }
 }
 
-__device__ static inline void tkvcu_pack(const tkvi_side *s, uint8_t (*code)[TKVI_TILE_CODES], uint8_t *dst) {
-    tkvcu_walk w = tkvcu_walk_of(s);
-    while (tkvcu_walk_next(&w)) tkvi_pack_tile(dst, &w.at, w.width, code[w.i]);
-}
-
-__device__ static inline void tkvcu_encode_r(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim;
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
-    int t;
-    tkvcu_rotate(x, dim, 0);
-    for (t = (int)threadIdx.x; t < TKVI_BLOCK; t += (int)blockDim.x) {
-        const float scale = tkvi_r_rotated(s, x + t * (dim + 1), t, code);
-        dst[s->code_bytes + (size_t)t] =
-            (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, code, scale), s->top);
-    }
-    __syncthreads();
-    tkvcu_pack(s, code, dst);
-}
-
-__device__ static inline void tkvcu_encode_kivi(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim, n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
-    uint8_t *meta = dst + s->code_bytes;
-    int i;
-    for (i = (int)threadIdx.x; i < n; i += (int)blockDim.x)
-        if (s->which == TKV_V)
-            tkvi_kivi_row(s, x + i % TKVI_BLOCK * (dim + 1), i / TKVI_BLOCK, i % TKVI_BLOCK, code, meta);
-        else tkvi_kivi_column(s, x, (size_t)dim + 1, TKVI_BLOCK, i / dim, i % dim, code, meta);
-    __syncthreads();
-    tkvcu_pack(s, code, dst);
-}
-
-__device__ static inline void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
+TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
+    const tkvcu_16 none = {{0, 0}};
     size_t i;
-    for (i = (size_t)threadIdx.x * 8; i < n; i += (size_t)blockDim.x * 8) tkvi_store8(dst + i, 0);
-}
-
-__device__ static inline void tkvcu_encode(tkvcu_desk *d, int kind, uint8_t *dst) {
-    tkvcu_zero_bytes(dst, d->side[1].bytes);
-    __syncthreads();
-    if (kind == TKVCU_A) tkvcu_encode_a(d, dst);
-    else if (kind == TKVCU_R) tkvcu_encode_r(d, dst);
-    else tkvcu_encode_kivi(d, dst);
-    __syncthreads();
+    for (i = (size_t)threadIdx.x * 16; i < n; i += (size_t)blockDim.x * 16)
+        *(tkvcu_16 *)(void *)(dst + i) = none;
 }
 
 #endif /* TKVCU_ENCODE_H */
@@ -706,7 +941,8 @@ __device__ static inline void tkvcu_encode(tkvcu_desk *d, int kind, uint8_t *dst
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
- * blocks; the one that is done last (a ticket in the list) writes the new state down.
+ * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are stored
+ * after the ticket: nobody reads them within this kernel.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H
@@ -728,7 +964,7 @@ typedef struct tkvcu_append_call {
     int32_t fit, saturate;
 } tkvcu_append_call;
 
-#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that are done */
+#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that have moved their blocks */
 
 /* >>ageing */
 typedef struct tkvcu_ages {
@@ -783,9 +1019,9 @@ __device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, in
 }
 
 /* This CTA's side of a block goes to another region. */
-__device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk *d,
-                                         int seq, const tkvcu_ages *a, int block, int head, int which,
-                                         int to_version) {
+template <int Dim>
+TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk<Dim> *d, int seq,
+                             const tkvcu_ages *a, int block, int head, int which, int to_version) {
     const int copy = c->same && a->from == TKVCU_WARM;
     const int version =
         a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
@@ -795,67 +1031,87 @@ __device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append
     uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
     uint32_t i;
     if (copy) {
-        for (i = 8 * threadIdx.x; i < to->bytes; i += 8 * blockDim.x)
-            tkvi_store8(dst + i, tkvi_load8(src + i));
+        for (i = 16 * threadIdx.x; i < to->bytes; i += 16 * blockDim.x)
+            *(tkvcu_16 *)(void *)(dst + i) = *(const tkvcu_16 *)(const void *)(src + i);
         __syncthreads();
     } else {
-        if (threadIdx.x == 0) {
-            tkvcu_side_open(v, from, which, 0, &d->format[0], &d->side[0]);
-            tkvcu_side_open(v, to, which, c->fit, &d->format[1], &d->side[1]);
+        if (threadIdx.x % 32 == 0 && threadIdx.x < 64) { /* a warp for each side */
+            const int side = (int)threadIdx.x / 32;
+            tkvcu_side_open(v, side ? to : from, which, side ? c->fit : 0, &d->format[side], &d->side[side]);
         }
         __syncthreads();
-        tkvcu_decode(d, from, src);
-        tkvcu_encode(d, to->kind, dst);
+        tkvcu_decode<Dim>(d, from, src);
+        tkvcu_encode<Dim>(d, to->kind, dst);
     }
     if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
-        for (i = to->at + to->bytes + 8 * threadIdx.x; i < v->block[a->to]; i += 8 * blockDim.x)
-            tkvi_store8(whole + i, 0);
+        tkvcu_zero_bytes(whole + to->at + to->bytes, v->block[a->to] - to->at - to->bytes);
 }
 
 /* >>new tokens */
-/* Place of the row of a position, in the side at `s` of its block. */
-__device__ static inline uint8_t *tkvcu_row_at(const tkvcu_view *v, int seq, int position, int head,
-                                               int which, int *row) {
-    const int region = position < v->sinks ? TKVCU_SINKS : TKVCU_HOT;
-    const int behind = position - v->sinks, block = region == TKVCU_SINKS ? 0 : behind / TKVI_BLOCK;
-    *row = region == TKVCU_SINKS ? position : behind % TKVI_BLOCK;
-    return tkvcu_block_at(v, region, seq, block) + tkvcu_side_at(v, 0, region, head, which)->at;
+/* Element number `at` of the caller's, which are aligned as their type. */
+TKVCU_DEVICE float tkvcu_value_at(const void *x, int type, ptrdiff_t at) {
+    uint32_t h;
+    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
+    h = ((const uint16_t *)x)[at];
+    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
 }
 
-__device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                               int row, int len, int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
-    int t, i, place;
-    for (t = 0; t < c->n_tokens; t++) { /* blocks that begin: clean, as the host's */
-        uint8_t *bytes = tkvcu_row_at(v, seq, len + t, head, which, &place);
-        if (place == 0)
-            tkvcu_zero_bytes(
-                bytes, tkvcu_side_at(v, 0, len + t < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bytes);
-    }
+typedef struct tkvcu_rows { /* where they go: this CTA's side of a region's first block */
+    uint8_t *base;
+    uint32_t bytes;
+    int32_t bf16;
+} tkvcu_rows;
+
+TKVCU_DEVICE tkvcu_rows tkvcu_rows_of(const tkvcu_view *v, int region, int head, int which) {
+    const tkvcu_side *s = tkvcu_side_at(v, 0, region, head, which);
+    tkvcu_rows r;
+    r.base = v->bytes[region] + s->at;
+    r.bytes = s->bytes;
+    r.bf16 = s->bf16;
+    return r;
+}
+
+template <int Dim>
+TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, const tkvcu_rows &hot,
+                                   const tkvcu_rows &sinks, int seq, int row, int len, int head, int which) {
+    uint8_t *const hot_base = hot.base + (size_t)seq * v->stride[TKVCU_HOT];
+    uint8_t *const sinks_base = sinks.base + (size_t)seq * v->stride[TKVCU_SINKS];
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
+    const int next = len < v->sinks ? 0 : len - v->sinks; /* behind the sinks */
+    const int begins = (next + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int i;
+    /* Blocks that begin: clean, as the host's. One call brings 64 tokens at most. */
+    if (len == 0 && v->sinks > 0) tkvcu_zero_bytes(sinks_base, sinks.bytes);
+    if (len + c->n_tokens > v->sinks + TKVI_BLOCK * begins)
+        tkvcu_zero_bytes(hot_base + (size_t)(begins % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT], hot.bytes);
     __syncthreads();
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x) {
-        const int position = len + i / dim;
-        uint8_t *bytes = tkvcu_row_at(v, seq, position, head, which, &place);
-        const int bf16 =
-            tkvcu_side_at(v, 0, position < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bf16;
-        const ptrdiff_t at = first + (ptrdiff_t)(i / dim) * stride + i % dim;
-        float x = tkvi_element(c->x[which], (tkv_type)c->type, at);
+    TKVCU_ROLL
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x) {
+        const int position = len + i / Dim, behind = position - v->sinks, is_hot = behind >= 0;
+        const int place = is_hot ? behind % TKVI_BLOCK : position;
+        uint8_t *bytes =
+            is_hot ? hot_base + (size_t)(behind / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
+                   : sinks_base;
+        const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
+        float x = tkvcu_value_at(which ? c->x[1] : c->x[0], c->type, at);
         if (c->saturate) x = tkvi_saturate(x);
-        tkvi_store16(bytes + 2 * ((size_t)place * (size_t)dim + (size_t)(i % dim)),
-                     bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x));
+        *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
+            (is_hot ? hot.bf16 : sinks.bf16) ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
     }
 }
 
 /* Is there a NaN or an infinity among what this CTA stores? */
-__device__ static inline int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row,
-                                            int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+template <int Dim>
+TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row, int head,
+                                int which) {
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int i, bad = 0;
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(
-            tkvi_element(c->x[which], (tkv_type)c->type, first + (ptrdiff_t)(i / dim) * stride + i % dim));
+    TKVCU_ROLL
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
+        bad |= !tkvi_is_finite(tkvcu_value_at(which ? c->x[1] : c->x[0], c->type,
+                                              first + (ptrdiff_t)(i / Dim) * stride + i % Dim));
     return __syncthreads_or(bad);
 }
 
@@ -867,54 +1123,78 @@ __device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seq
     return -1;
 }
 
-/* What has been done becomes the state. */
-__device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                           int refused) {
-    tkvcu_list *list = &v->list[seq];
-    tkvcu_ages a = tkvcu_ages_of(list, v->sinks, c->hot, c->warm);
+/* What has been done becomes the state; list: as it was. */
+TKVCU_DEVICE void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq, tkvcu_list list,
+                               int refused) {
+    tkvcu_ages a = tkvcu_ages_of(&list, v->sinks, c->hot, c->warm);
     while (tkvcu_age_next(&a))
         if (!c->same || a.from != TKVCU_WARM)
             v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)(a.block - 1)] =
                 (uint8_t)c->layer->version;
-    list->archive = a.list.archive;
-    list->warm = a.list.warm;
-    if (!refused) list->len += c->n_tokens;
-    list->step = 0;
+    if (!refused) a.list.len += c->n_tokens;
+    a.list.step = 0;
+    v->list[seq] = a.list;
 }
 
-__global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
-    TKVCU_SHARED(tkvcu_desk, d);
+template <int Dim>
+__global__ void __launch_bounds__(tkvcu_desk<Dim>::THREADS)
+    tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
+    TKVCU_SHARED(tkvcu_desk<Dim>, d);
     const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
+    tkvcu_rows hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* loads that wait for none come first */
+    tkvcu_rows sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
     const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
     tkvcu_list list;
     tkvcu_ages a;
     int bad = 0;
     if (seq < 0) return;
     list = v.list[seq];
+    if (!c.saturate) bad = tkvcu_rows_bad<Dim>(&v, &c, row, head, which);
     if (list.len > c.max_tokens - c.n_tokens) {
         if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
         return;
     }
-    if (!c.saturate) bad = tkvcu_rows_bad(&v, &c, row, head, which);
     a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
-    while (tkvcu_age_next(&a)) tkvcu_move(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
-    if (!bad) tkvcu_store_rows(&v, &c, seq, row, list.len, head, which);
-    __threadfence();
-    __syncthreads();
+    if (tkvcu_age_next(&a)) {
+        do tkvcu_move<Dim>(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+        while (tkvcu_age_next(&a));
+        hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* again: a move needs all registers */
+        sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
+    }
+    __syncthreads(); /* all have read the state: from here on it may change */
     if (threadIdx.x == 0) {
-        const int done =
-            atomicAdd(&v.list[seq].step, bad ? 1 + TKVCU_TICKET : 1) + (bad ? 1 + TKVCU_TICKET : 1);
+        const int ticket = bad ? 1 + TKVCU_TICKET : 1;
+        int done;
+        __threadfence();
+        done = atomicAdd(&v.list[seq].step, ticket) + ticket;
         if (bad) atomicOr(c.word, TKVCU_WORD_NOT_FINITE);
         if (done % TKVCU_TICKET == (int)gridDim.x) {
             __threadfence();
-            tkvcu_settle(&v, &c, seq, done / TKVCU_TICKET);
+            tkvcu_settle(&v, &c, seq, list, done / TKVCU_TICKET);
         }
     }
+    if (!bad) tkvcu_store_rows<Dim>(&v, &c, hot, sinks, seq, row, list.len, head, which);
+}
+
+/* The kernel for a head_dim, its threads, its shared memory. */
+typedef struct tkvcu_appender {
+    void (*kernel)(tkvcu_view v, tkvcu_append_call c);
+    int threads;
+    size_t shared;
+} tkvcu_appender;
+
+static tkvcu_appender tkvcu_appender_of(int head_dim) {
+    static const tkvcu_appender all[2] = {
+        {tkvcu_append_kernel<64>, tkvcu_desk<64>::THREADS, sizeof(tkvcu_desk<64>)},
+        {tkvcu_append_kernel<128>, tkvcu_desk<128>::THREADS, sizeof(tkvcu_desk<128>)}};
+    return all[head_dim == 128];
 }
 
 /* >>cuts */
+#define TKVCU_TRIMMERS 128 /* threads */
+
 /* A thread for each sequence: all of its layers, or none. */
-__global__ void __launch_bounds__(TKVCU_ENCODERS)
+__global__ void __launch_bounds__(TKVCU_TRIMMERS)
     tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
                       const int32_t *lengths, uint32_t *word) {
     const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -1362,7 +1642,7 @@ template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_
     me.lane = tkvcu_kept(tid % 32);
     me.chunk = tkvcu_kept(tid % 32 * 16);
     me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
-    me.warp = tkvcu_kept(tid / 32);
+    me.warp = tid / 32;
     me.g = tkvcu_kept(tid % 32 / 4);
     me.t = tkvcu_kept(tid % 4);
     at = me.warp * warp_bytes;
@@ -1988,7 +2268,7 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     tkvcu_follow(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float l;
+        float l = 0.0f;
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             TKVCU_UNROLL
@@ -2858,7 +3138,7 @@ template <int D, int MT> struct tkvcu_prefill { /* what a block of threads share
     tkvcu_prefill_task task;
 };
 
-template <int D, int MT> struct tkvcu_rows { /* of a lane: rows g and g + 8 of each m-tile */
+template <int D, int MT> struct tkvcu_row_sums { /* of a lane: rows g and g + 8 of each m-tile */
     float m[MT][2], l[MT][2];
     float o[MT][D / 8][4];
     int top; /* o is in units of 2^top */
@@ -3131,7 +3411,7 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
 /* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it must. By all
  * threads. */
 template <int D, int MT>
-TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u, int rows, int tid) {
+TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
     const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
     float most[2] = {k.most, v.most};
     int which, i, c, mt, exponent[2];
@@ -3217,7 +3497,7 @@ TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][
 }
 
 /* New maxima of the rows: the running ones move where they grew by much, or began. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_rows<D, MT> &u, float most[MT][2]) {
+template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -3245,7 +3525,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_rows<D, MT> &
 
 /* The tiles' tokens, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u,
+TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
                                  const tkvcu_strip &strip, int exponent, int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int first = 16 * MT * warp, g = lane / 4, t = lane % 4;
@@ -3503,7 +3783,7 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
 
 /* The task's run. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u,
+TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
                                       int tid) {
     tkvcu_strip strip = tkvcu_next_strip(j, s, s.task.first);
     tkvcu_fetch_strip(j, s, strip, tid);
@@ -3533,7 +3813,7 @@ TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &
 }
 
 /* >>parts */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_rows<D, MT> &u) {
+template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_row_sums<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) {
@@ -3551,7 +3831,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_rows<D, MT> &u
 /* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s,
-                                 const tkvcu_rows<D, MT> &u, int tid) {
+                                 const tkvcu_row_sums<D, MT> &u, int tid) {
     const tkvcu_prefill_task &k = s.task;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(64 * MT * (D + 2));
@@ -3624,7 +3904,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
     }
     __syncthreads();
     while (s.task.left > 0) {
-        tkvcu_rows<D, MT> u;
+        tkvcu_row_sums<D, MT> u;
         tkvcu_begin_rows(u);
         while (s.task.left > 0) {
             tkvcu_prefill_run(j, s, tkvcu_anew(tid));
@@ -4127,7 +4407,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
+    fits = tkvcu_appender_of(cfg->head_dim).shared <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
                                              processors, most, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
@@ -4137,7 +4417,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->head_dim).kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 
@@ -4588,6 +4868,7 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     const tkvi_tables *t;
     const tkvi_plan *p;
     tkvcu_append_call c;
+    tkvcu_appender a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored != layer)
@@ -4615,8 +4896,9 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     c.saturate = t->cfg.nonfinite == TKV_NONFINITE_SATURATE;
     cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
     cu->appended[layer] = 1;
-    TKVCU_LAUNCH(tkvcu_append_kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
-                 dim3(TKVCU_ENCODERS), tkvcu_desk_bytes(t->cfg.head_dim), stream, cu->view[layer], c);
+    a = tkvcu_appender_of(t->cfg.head_dim);
+    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
+                 dim3((unsigned)a.threads), a.shared, stream, cu->view[layer], c);
     return tkvcu_launched(cu);
 }
 
@@ -4659,8 +4941,8 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
 int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
     if (!cu) return TKV_ERR_ARG;
     if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
-    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_ENCODERS - 1) / TKVCU_ENCODERS),
-                 dim3(TKVCU_ENCODERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
+    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_TRIMMERS - 1) / TKVCU_TRIMMERS),
+                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
                  cu->n_seqs, d_lengths, cu->word);
     return tkvcu_launched(cu);
 }

@@ -25,14 +25,12 @@
 #define TKVI_NOINLINE
 #endif
 
-/* Before what src/cuda runs on a GPU too: functions, larger ones of which one copy is enough, constant tables. nvcc
- * compiles twice, and its code for the GPU reads none of the host's tables. */
+/* Before what src/cuda runs on a GPU too: functions, constant tables. nvcc compiles twice, and its code for the GPU
+ * reads none of the host's tables. */
 #ifdef __CUDACC__
 #define TKVI_FN static __host__ __device__
-#define TKVI_STEP static __host__ __device__ __noinline__
 #else
 #define TKVI_FN static
-#define TKVI_STEP static
 #endif
 #ifdef __CUDA_ARCH__
 #define TKVI_CONSTANT static __device__ const

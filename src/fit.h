@@ -23,8 +23,12 @@
 #define TKVI_FIT_TRIES 12
 #define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
 
-/* Not inlined: no compiler fuses this product into a sum. */
+/* No compiler fuses this product into a sum: it is not inlined, or an instruction that stays alone. */
+#ifdef __CUDA_ARCH__
+TKVI_FN float tkvi_product(float a, float b) { return __fmul_rn(a, b); }
+#else
 TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+#endif
 
 /* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
  * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
@@ -47,18 +51,29 @@ typedef struct tkvi_group { /* of up to 256 values */
     uint16_t u[TKV_MAX_HEAD_DIM];
 } tkvi_group;
 
-/* low < high; values beyond them count as they. Returns 0 where floats are too coarse for it. */
-TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+/* n values from low to high. Returns what tkvi_group_value wants; 0 where floats are too coarse for it. */
+TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
     float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
-    int i;
     g->n = n;
     g->low = low;
     g->step = tkvi_f32(range / (float)TKVI_STEPS);
     g->sum_u = g->sum_uu = 0;
-    if (!(g->step > 0.0f) || !tkvi_is_finite(inverse)) return 0;
+    return g->step > 0.0f && tkvi_is_finite(inverse) ? inverse : 0.0f;
+}
+
+/* Values beyond low and high count as they. */
+TKVI_FN int tkvi_group_value(float x, float low, float high, float inverse) {
+    int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x, low, high) - low) * inverse);
+    return tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+}
+
+/* low < high. */
+static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+    float inverse = tkvi_group_open(g, n, low, high);
+    int i;
+    if (!(inverse > 0.0f)) return 0;
     for (i = 0; i < n; i++) {
-        int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x[i], low, high) - low) * inverse);
-        u = tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+        int u = tkvi_group_value(x[i], low, high, inverse);
         g->u[i] = (uint16_t)u;
         g->sum_u += u;
         g->sum_uu += u * u;
@@ -66,47 +81,44 @@ TKVI_STEP int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, f
     return 1;
 }
 
-/* Squared error of the range without `cut` steps at each end, in units that all cuts share. */
-TKVI_FN int64_t tkvi_cut_error(const tkvi_group *g, int cut, int top) {
+/* Squared error of the range without `cut` steps at each end, of n values, in units that all cuts share. */
+TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
     int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
     int64_t sum = 0;
-    for (i = 0; i < g->n; i++) {
-        int code = tkvi_cut_code(g->u[i], cut, by, top);
-        int64_t error = (int64_t)(2 * (g->u[i] - cut) + 1) * top - (int64_t)2 * code * range;
-        sum += error * error;
+    for (i = 0; i < n; i++) {
+        int code = tkvi_cut_code(u[i], cut, by, top);
+        int error = (2 * (u[i] - cut) + 1) * top - 2 * code * range; /* below 2^22 */
+        sum += (int64_t)error * error;
     }
     return sum;
 }
 
-/* Moves the ends of the range. */
-TKVI_STEP void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
-    int64_t least = tkvi_cut_error(g, 0, top);
-    int k, best = 0;
-    for (k = 1; k < TKVI_FIT_TRIES; k++) {
-        int64_t error = tkvi_cut_error(g, k * TKVI_FIT_CUT, top);
-        if (error < least) {
-            least = error;
-            best = k;
-        }
-    }
+/* Moves the ends of the range to those of try number `best`. */
+TKVI_FN void tkvi_clip_to(const tkvi_group *g, int best, float *low, float *range) {
     if (best == 0) return;
     *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
     *range = tkvi_product(g->step, (float)(TKVI_STEPS - 2 * best * TKVI_FIT_CUT));
 }
 
-/* Scale and zero that give these codes the moments of the values; both stay where that is not possible, and
- * where fp16 has no such zero to a quarter of the scale. */
-TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
-                            uint8_t *zero_at) {
-    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+    int64_t least = tkvi_cut_error(g->u, g->n, 0, top);
+    int k, best = 0;
+    for (k = 1; k < TKVI_FIT_TRIES; k++) {
+        int64_t error = tkvi_cut_error(g->u, g->n, k * TKVI_FIT_CUT, top);
+        if (error < least) {
+            least = error;
+            best = k;
+        }
+    }
+    tkvi_clip_to(g, best, low, range);
+}
+
+/* Scale and zero that give codes with these sums the moments of the values; both stay where that is not possible,
+ * and where fp16 has no such zero to a quarter of the scale. */
+TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc, int64_t sum_cu, int unbiased,
+                             uint8_t *scale_at, uint8_t *zero_at) {
     float var, var_c, cov, scale, zero, mean, off;
     uint16_t half;
-    int i;
-    for (i = 0; i < g->n; i++) {
-        sum_c += code[i];
-        sum_cc += code[i] * code[i];
-        sum_cu += (int64_t)code[i] * g->u[i];
-    }
     var = tkvi_covariance(g->n, g->sum_u, g->sum_u, g->sum_uu);
     var_c = tkvi_covariance(g->n, sum_c, sum_c, sum_cc);
     cov = tkvi_covariance(g->n, sum_c, g->sum_u, sum_cu);
@@ -122,6 +134,18 @@ TKVI_STEP void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbias
     if (off > 0.25f * scale || !(scale > 0.0f)) return;
     tkvi_store16(scale_at, half);
     tkvi_store16(zero_at, tkvi_f32_to_f16(zero + 0.0f));
+}
+
+static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                         uint8_t *zero_at) {
+    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+    int i;
+    for (i = 0; i < g->n; i++) {
+        sum_c += code[i];
+        sum_cc += code[i] * code[i];
+        sum_cu += (int64_t)code[i] * g->u[i];
+    }
+    tkvi_moments_of(g, sum_c, sum_cc, sum_cu, unbiased, scale_at, zero_at);
 }
 
 #endif /* TKVI_FIT_H */

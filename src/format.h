@@ -79,7 +79,7 @@ typedef struct tkvi_columns {
 } tkvi_columns;
 
 /* Tokens t and t + 2 share 32 bits: codes of four tokens then fall into place with one shift. */
-TKVI_FN int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
+static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
 }
 
@@ -103,7 +103,7 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-TKVI_FN void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];

@@ -77,39 +77,76 @@ static void tkvi_a_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(2 * s->pad);
 }
 
+/* One column between the steps. Sums are integers: threads can share its tokens. */
+typedef struct tkvi_column {
+    int n, width;
+    float low, step; /* value = low + step * (u + 1/2), nearly */
+    int32_t sum_u, sum_uu;
+    int32_t sum_c, sum_cc, sum_cu; /* of the codes chosen */
+} tkvi_column;
+
+static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
+    tkvi_column one;
+    one.n = c->n;
+    one.width = c->width[l];
+    one.low = c->low[l];
+    one.step = c->step[l];
+    one.sum_u = c->sum_u[l];
+    one.sum_uu = c->sum_uu[l];
+    one.sum_c = c->sum_c[l];
+    one.sum_cc = c->sum_cc[l];
+    one.sum_cu = c->sum_cu[l];
+    return one;
+}
+
+TKVI_FN float tkvi_a_residual(float x, float mean) { return tkvi_clampf(tkvi_f32(x - mean), -1e30f, 1e30f); }
+
+/* The step of residuals from low to high; *inverse: what tkvi_a_integer wants. */
+TKVI_FN float tkvi_a_step(float low, float high, float *inverse) {
+    float step = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
+    *inverse = step > 1e-36f ? tkvi_f32(1.0f / step) : 0.0f;
+    return *inverse > 0.0f ? step : 0.0f;
+}
+
+TKVI_FN int tkvi_a_integer(float residual, float low, float inverse) {
+    return tkvi_min((int)tkvi_f32(tkvi_f32(residual - low) * inverse), TKVI_STEPS - 1);
+}
+
 /* Range and integers of column l. */
-TKVI_STEP void tkvi_a_integers(tkvi_columns *c, int l) {
+static void tkvi_a_integers(tkvi_columns *c, int l) {
     float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
     int t;
     for (t = 0; t < c->n; t++) {
-        x[t] = l < c->lanes ? tkvi_f32(c->x[(size_t)t * c->stride + (size_t)l] - c->mean[l]) : 0.0f;
-        x[t] = tkvi_clampf(x[t], -1e30f, 1e30f);
+        x[t] = l < c->lanes ? tkvi_a_residual(c->x[(size_t)t * c->stride + (size_t)l], c->mean[l]) : 0.0f;
         low = x[t] < low ? x[t] : low;
         high = x[t] > high ? x[t] : high;
     }
     c->low[l] = low;
-    c->step[l] = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
-    inverse = c->step[l] > 1e-36f ? tkvi_f32(1.0f / c->step[l]) : 0.0f;
-    if (!(inverse > 0.0f)) c->step[l] = 0.0f;
+    c->step[l] = tkvi_a_step(low, high, &inverse);
     c->sum_u[l] = c->sum_uu[l] = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        int v = t < c->n ? (int)tkvi_f32(tkvi_f32(x[t] - low) * inverse) : 0;
-        v = tkvi_min(v, TKVI_STEPS - 1);
+        int v = t < c->n ? tkvi_a_integer(x[t], low, inverse) : 0;
         *tkvi_column_u(c, l, t) = (int16_t)v;
         c->sum_u[l] += v;
         c->sum_uu[l] += v * v;
     }
 }
 
+/* How well codes with these sums follow n values. */
+TKVI_FN float tkvi_a_score(int n, int sum_u, int sum, int squares, int products) {
+    float cov = tkvi_covariance(n, sum, sum_u, products), var = tkvi_covariance(n, sum, sum, squares);
+    return var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+}
+
 /* The best range of column l; its codes. */
-TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
+static void tkvi_a_search(tkvi_columns *c, int l) {
     int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
     float most = -1.0f;
     for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
     for (k = 0; k < TKVI_A_CUTS; k++) {
         int cut = tkvi_a_ranges[k].cut[width], by = tkvi_a_ranges[k].by[width];
         int sum = 0, squares = 0, products = 0;
-        float cov, var, score;
+        float score;
         uint8_t code[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) {
             int v = tkvi_cut_code(u[t], cut, by, top);
@@ -118,9 +155,7 @@ TKVI_STEP void tkvi_a_search(tkvi_columns *c, int l) {
             squares += v * v;
             products += v * u[t];
         }
-        cov = tkvi_covariance(c->n, sum, c->sum_u[l], products);
-        var = tkvi_covariance(c->n, sum, sum, squares);
-        score = var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+        score = tkvi_a_score(c->n, c->sum_u[l], sum, squares, products);
         if (score > most) {
             most = score;
             c->sum_c[l] = sum;
@@ -140,9 +175,9 @@ static void tkvi_columns_scalar(tkvi_columns *c) {
 }
 
 /* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
-TKVI_FN double tkvi_a_mean(const tkvi_columns *c, int l) {
-    float mean_u = tkvi_f32((float)(2 * c->sum_u[l] + c->n) / (float)(2 * c->n));
-    return tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u);
+TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
+    float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
+    return tkvi_f64((double)c->low + (double)c->step * (double)mean_u);
 }
 
 /* The offset that gives codes with this sum that mean. */
@@ -154,52 +189,70 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
     return (int)tkvi_f64(v + 1000.5) - 1000;
 }
 
-/* Metadata of column l; 1: its mean is too far for them. */
-TKVI_STEP int tkvi_a_settle(tkvi_columns *c, int l, int top) {
-    double mean = tkvi_a_mean(c, l);
-    float cov = tkvi_covariance(c->n, c->sum_c[l], c->sum_u[l], c->sum_cu[l]), scale = 0.0f;
-    float var = tkvi_covariance(c->n, c->sum_u[l], c->sum_u[l], c->sum_uu[l]);
-    float var_c = tkvi_covariance(c->n, c->sum_c[l], c->sum_c[l], c->sum_cc[l]);
-    int offset;
+/* Metadata of a column; 1: its mean is too far for them. */
+TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset, float *middle) {
+    double mean = tkvi_a_mean(c);
+    float cov = tkvi_covariance(c->n, c->sum_c, c->sum_u, c->sum_cu), scale = 0.0f;
+    float var = tkvi_covariance(c->n, c->sum_u, c->sum_u, c->sum_uu);
+    float var_c = tkvi_covariance(c->n, c->sum_c, c->sum_c, c->sum_cc);
+    int by;
     if (cov > 0.0f && var > 0.0f) {
-        scale = c->width[l] == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
-        scale = tkvi_f32(scale * c->step[l]);
+        scale = c->width == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+        scale = tkvi_f32(scale * c->step);
     }
-    c->middle[l] = tkvi_f32((float)mean);
-    c->log[l] = (uint8_t)tkvi_log_code(scale, top);
-    offset = tkvi_a_offset(mean, tkvi_log_value(c->log[l], top), c->sum_c[l], c->n, c->width[l]);
-    c->offset[l] = (uint8_t)offset;
-    return c->width[l] && (offset < -127 || offset > 127 || (c->log[l] == 0 && mean != 0.0));
+    *middle = tkvi_f32((float)mean);
+    *log = (uint8_t)tkvi_log_code(scale, top);
+    by = tkvi_a_offset(mean, tkvi_log_value(*log, top), c->sum_c, c->n, c->width);
+    *offset = (uint8_t)by;
+    return c->width && (by < -127 || by > 127 || (*log == 0 && mean != 0.0));
 }
 
 static void tkvi_settle_scalar(tkvi_columns *c, int top) {
     int l;
     c->far = 0;
-    for (l = 0; l < TKVI_LANES; l++) c->far |= (uint32_t)tkvi_a_settle(c, l, top) << l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        tkvi_column one = tkvi_column_of(c, l);
+        int far = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        c->far |= (uint32_t)far << l;
+    }
 }
 
-/* Recodes column l, whose mean is so far from the static one that only a larger scale lets the offset
- * reach it. */
-TKVI_STEP void tkvi_a_recode(tkvi_columns *c, int l, int top) {
-    double mean = tkvi_a_mean(c, l), far = mean < 0.0 ? -mean : mean;
-    int width = c->width[l], t, sum = 0, log, offset;
-    double unit = (double)tkvi_a_unit[width], middle = 0.5 * (double)((1 << width) - 1);
-    float scale;
-    log = tkvi_max(c->log[l], tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
-    scale = tkvi_log_value(log, top);
-    offset = tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, 1 << (width - 1), 1, width)));
+/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
+ * scale's byte and the first offset, codes, the offset that they have. */
+TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
+    double mean = tkvi_a_mean(c), far = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
+    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
+    *offset = tkvi_a_offset(mean, tkvi_log_value(log, top), 1 << (c->width - 1), 1, c->width);
+    *offset = tkvi_max(-127, tkvi_min(127, *offset));
+    return log;
+}
+
+TKVI_FN int tkvi_a_far_code(const tkvi_column *c, int v, float scale, int offset) {
+    int top = (1 << c->width) - 1, k;
+    float u = (float)v + 0.5f;
+    double x = tkvi_f64((double)c->low + (double)c->step * (double)u), middle = 0.5 * (double)top;
+    x = tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / (double)tkvi_a_unit[c->width]);
+    x = tkvi_f64(tkvi_f64(x + middle) + 0.5);
+    k = x < 0.0 ? 0 : x > 255.0 ? 255 : (int)x;
+    return tkvi_min(k, top);
+}
+
+TKVI_FN uint8_t tkvi_a_far_offset(const tkvi_column *c, float scale, int sum_c) {
+    int offset = tkvi_a_offset(tkvi_a_mean(c), scale, sum_c, c->n, c->width);
+    return (uint8_t)tkvi_max(-127, tkvi_min(127, offset));
+}
+
+static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+    tkvi_column one = tkvi_column_of(c, l);
+    int offset, log = tkvi_a_far(&one, c->log[l], top, &offset), sum = 0, t;
+    float scale = tkvi_log_value(log, top);
     for (t = 0; t < c->n; t++) {
-        float u = (float)*tkvi_column_u(c, l, t) + 0.5f;
-        double x = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)u);
-        double v =
-            tkvi_f64(tkvi_f64(tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / unit) + middle) + 0.5);
-        int k = v < 0.0 ? 0 : v > 255.0 ? 255 : (int)v;
-        k = tkvi_min(k, (1 << width) - 1);
+        int k = tkvi_a_far_code(&one, *tkvi_column_u(c, l, t), scale, offset);
         c->code[l][t] = (uint8_t)k;
         sum += k;
     }
     c->log[l] = (uint8_t)log;
-    c->offset[l] = (uint8_t)tkvi_max(-127, tkvi_min(127, tkvi_a_offset(mean, scale, sum, c->n, width)));
+    c->offset[l] = tkvi_a_far_offset(&one, scale, sum);
 }
 
 /* Metadata of a position. */

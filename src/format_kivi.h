@@ -21,9 +21,25 @@
 #include "fit.h"
 #include "format_tiles.h"
 
+/* Stores scale and zero of codes up to `top`; gives both as they are read. */
+TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
+                           float *scale, float *zero) {
+    uint16_t a = tkvi_f32_to_f16(tkvi_f32(range / top));
+    uint16_t b = tkvi_f32_to_f16(low + 0.0f); /* -0 counts as 0, whichever came first */
+    tkvi_store16(scale_at, a);
+    tkvi_store16(zero_at, b);
+    *scale = tkvi_f16_to_f32(a);
+    *zero = tkvi_f16_to_f32(b);
+}
+
+TKVI_FN int tkvi_kivi_code(float v, float scale, float zero, float top) {
+    float y = scale > 0.0f ? tkvi_f32(tkvi_f32(v - zero) / scale) : 0.0f;
+    return tkvi_rne(tkvi_clampf(y, 0.0f, top));
+}
+
 /* One group whose values stand together, one at least: codes, scale, zero. */
-TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
-                               uint8_t *zero_at) {
+static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *code, uint8_t *scale_at,
+                            uint8_t *zero_at) {
     float lo, hi, range, scale, zero, top = (float)((1 << bits) - 1);
     tkvi_group group;
     int i;
@@ -39,15 +55,9 @@ TKVI_STEP void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t
     range = tkvi_f32(hi - lo);
     if (fit && hi > lo && !tkvi_group_init(&group, x, n, lo, hi)) fit = 0;
     if (hi > lo && (fit & TKV_FIT_CLIP)) tkvi_clip(&group, (1 << bits) - 1, &lo, &range);
-    tkvi_store16(scale_at, tkvi_f32_to_f16(tkvi_f32(range / top)));
-    tkvi_store16(zero_at, tkvi_f32_to_f16(lo + 0.0f)); /* -0 counts as 0, whichever came first */
-    scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
-    zero = tkvi_f16_to_f32(tkvi_load16(zero_at));
-    for (i = 0; i < n; i++) {
-        float v = tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX);
-        float y = scale > 0.0f ? tkvi_f32(tkvi_f32(v - zero) / scale) : 0.0f;
-        code[i] = (uint8_t)tkvi_rne(tkvi_clampf(y, 0.0f, top));
-    }
+    tkvi_kivi_put(lo, range, top, scale_at, zero_at, &scale, &zero);
+    for (i = 0; i < n; i++)
+        code[i] = (uint8_t)tkvi_kivi_code(tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX), scale, zero, top);
     if (hi > lo && (fit & (TKV_FIT_NORM | TKV_FIT_UNBIASED)))
         tkvi_moments(&group, code, fit & TKV_FIT_UNBIASED, scale_at, zero_at);
 }
@@ -67,8 +77,8 @@ static void tkvi_kivi_v_layout(tkvi_side *s) {
 }
 
 /* Group g of one channel of K, n tokens of the block being there. What has no tokens keeps its zeros. */
-TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
-                              tkvi_codes code, uint8_t *meta) {
+static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, int n, int g, int position,
+                             tkvi_codes code, uint8_t *meta) {
     float column[TKVI_BLOCK];
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * s->pad + position);
     int channel = tkvi_channel(s, position), first = g * s->group, t;
@@ -80,8 +90,8 @@ TKVI_FN void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride,
 }
 
 /* Group g of one token of V. */
-TKVI_FN void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
-                           uint8_t *meta) {
+static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
+                          uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
     uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,

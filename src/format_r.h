@@ -72,37 +72,67 @@ TKVI_FN int tkvi_floor(float x) {
     return i - ((float)i > x);
 }
 
-/* Codes of token number t with the integers u, and twice <u, level>. */
-TKVI_FN int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float sigma, int t, tkvi_codes code) {
-    float unit = tkvi_f32(1.0f / sigma), fine = tkvi_f32(unit * (16.0f * TKVI_R_UNIT));
-    int32_t sum = 0;
-    int c, k, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
-    for (c = 0; c < pairs; c += c % 32 == 15 ? 17 : 1) { /* channels c and c + 16, in 1/16 of a level */
-        int a = tkvi_floor(tkvi_f32((float)u[c] * fine)), b = tkvi_floor(tkvi_f32((float)u[c + 16] * fine));
-        int best = 0, most = -(1 << 30);
-        for (k = 0; k < 8; k++) {
-            int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
-            if (score > most) {
-                most = score;
-                best = k;
-            }
+/* Code of a pair of channels, `fine` being 16 levels of an integer; adds twice <u, level> to the sum. */
+TKVI_FN int tkvi_r_pair(int u, int v, float fine, int32_t *sum) {
+    int a = tkvi_floor(tkvi_f32((float)u * fine)),
+        b = tkvi_floor(tkvi_f32((float)v * fine)); /* in 1/16 of a level */
+    int best = 0, most = -(1 << 30), k;
+    for (k = 0; k < 8; k++) {
+        int x = tkvi_r_pairs[k], y = tkvi_r_pairs[16 + k], score = a * x + b * y - 8 * (x * x + y * y);
+        if (score > most) {
+            most = score;
+            best = k;
         }
-        sum += 2 * (u[c] * tkvi_r_pairs[best] + u[c + 16] * tkvi_r_pairs[16 + best]);
-        *tkvi_v_code(code, lane++, t) = (uint8_t)best;
     }
+    *sum += 2 * (u * tkvi_r_pairs[best] + v * tkvi_r_pairs[16 + best]);
+    return best;
+}
+
+/* The same of one channel on the grid of 2^bits points; pairs: on their scale. */
+TKVI_FN int tkvi_r_grid(int u, float fine, int bits, int pairs, int32_t *sum) {
+    int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u * fine)) + (top + 1) / 2;
+    v = tkvi_max(0, tkvi_min(top, v));
+    *sum += pairs ? 2 * u * tkvi_r_pairs[32 + v] : u * (2 * v - top);
+    return v;
+}
+
+/* One over the deviation of a token's integers, in levels of pairs. */
+TKVI_FN float tkvi_r_unit(int32_t squares, int dim) {
+    return tkvi_f32(1.0f / tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)dim))));
+}
+
+TKVI_FN float tkvi_r_fine(float unit) { return tkvi_f32(unit * (16.0f * TKVI_R_UNIT)); }
+
+/* Codes of token number t with the integers u, and twice <u, level>. */
+static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, int t, tkvi_codes code) {
+    float fine = tkvi_r_fine(unit);
+    int32_t sum = 0;
+    int c, lane = 0, bits = s->pairs ? 2 : s->half_bits / 2, pairs = s->pairs ? s->pad / 32 * 32 : 0;
+    for (c = 0; c < pairs; c += c % 32 == 15 ? 17 : 1) /* channels c and c + 16 */
+        *tkvi_v_code(code, lane++, t) = (uint8_t)tkvi_r_pair(u[c], u[c + 16], fine, &sum);
     fine = tkvi_f32(unit / tkvi_r_step[bits]);
-    for (c = pairs; c < s->dim; c++) {
-        int top = (1 << bits) - 1, v = tkvi_floor(tkvi_f32((float)u[c] * fine)) + (top + 1) / 2;
-        v = tkvi_max(0, tkvi_min(top, v));
-        sum += s->pairs ? 2 * u[c] * tkvi_r_pairs[32 + v] : u[c] * (2 * v - top);
-        *tkvi_v_code(code, lane++, t) = (uint8_t)v;
-    }
+    for (c = pairs; c < s->dim; c++)
+        *tkvi_v_code(code, lane++, t) = (uint8_t)tkvi_r_grid(u[c], fine, bits, s->pairs, &sum);
     return sum;
 }
 
+/* Of a token's largest value: what makes integers of its values, 0 if they are as good as nothing. */
+TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
+
+TKVI_FN int tkvi_r_integer(float y, float by) {
+    return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
+}
+
+/* The scale of a token: its largest value, its squares, and the sum of tkvi_r_codes. */
+TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
+    float step = tkvi_f32(most / (float)TKVI_R_MOST);
+    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
+    return most > 1e-30f ? step : 0.0f;
+}
+
 /* Codes of token number t with the rotated values y; returns its scale. */
-TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
-    float most = 0.0f, by, step;
+static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_codes code) {
+    float most = 0.0f, by;
     int16_t u[TKV_MAX_HEAD_DIM];
     int32_t squares = 0, sum;
     int c;
@@ -112,16 +142,14 @@ TKVI_STEP float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_c
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
-    by = most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; /* less is as good as nothing */
-    step = tkvi_f32(most / (float)TKVI_R_MOST);
+    by = tkvi_r_by(most);
     for (c = 0; c < s->dim; c++) {
-        u[c] = (int16_t)tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y[c] * by)));
+        u[c] = (int16_t)tkvi_r_integer(y[c], by);
         squares += u[c] * u[c];
     }
     if (squares == 0) squares = 1;
-    sum = tkvi_r_codes(s, u, tkvi_f32(sqrtf(tkvi_f32(tkvi_f32((float)squares) / (float)s->dim))), t, code);
-    step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
-    return by > 0.0f ? step : 0.0f;
+    sum = tkvi_r_codes(s, u, tkvi_r_unit(squares, s->dim), t, code);
+    return tkvi_r_scale(most, squares, sum);
 }
 
 /* The same, with the values as they come. */

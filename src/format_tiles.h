@@ -37,14 +37,21 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes c
 }
 
 /* >>K */
+/* Token t at a position, of its tile, with its scale and zero. */
+TKVI_FN float tkvi_k_value(const tkvi_side *s, int width, const uint8_t *tile, int position, int t,
+                           float scale, float zero) {
+    float product = tkvi_f32(scale * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
+    return tkvi_f32(product + zero);
+}
+
 /* The channel at one position of a tile of this width. */
-TKVI_STEP void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first,
-                             int n, const float *scale, const float *zero, float *x, size_t stride) {
+static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, int position, int first, int n,
+                          const float *scale, const float *zero, float *x, size_t stride) {
     int channel = tkvi_channel(s, position), t;
     for (t = first; t < first + n && channel < s->dim; t++) {
         int m = t * s->groups / TKVI_BLOCK * s->pad + position;
-        float product = tkvi_f32(scale[m] * tkvi_level(s, width, 0, tile[4 * t + position % 4])); /* exact */
-        x[(size_t)(t - first) * stride + (size_t)channel] = tkvi_f32(product + zero[m]);
+        x[(size_t)(t - first) * stride + (size_t)channel] =
+            tkvi_k_value(s, width, tile, position, t, scale[m], zero[m]);
     }
 }
 
@@ -75,23 +82,19 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, co
 /* >>V */
 TKVI_FN int tkvi_slab_channels(const tkvi_side *s, int width) { return s->pairs && width == 3 ? 32 : 16; }
 
-/* Token t of a slab, of one of its tiles; x: [dim]. */
-TKVI_STEP void tkvi_v_values(const tkvi_side *s, int width, const uint8_t *tile, int slab, int t,
-                             const float *scale, const float *zero, float *x) {
-    int channels = tkvi_min(tkvi_slab_channels(s, width), s->dim - slab), c;
-    for (c = 0; c < channels; c++) {
-        int m = (slab + c) / s->group * TKVI_BLOCK + t;
-        int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
-        float product = tkvi_f32(scale[m] * tkvi_level(s, width, c / 16, code));
-        x[slab + c] = tkvi_f32(product + zero[m]);
-    }
+/* Token t of channel c of a slab, of one of its tiles, with its scale and zero. */
+TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, int c, int t, float scale,
+                           float zero) {
+    int code = tile[t % 16 / 4 * 64 + 4 * (c % 16) + t % 4];
+    float product = tkvi_f32(scale * tkvi_level(s, width, c / 16, code)); /* exact */
+    return tkvi_f32(product + zero);
 }
 
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
-    int width, i, t, slab = 0;
+    int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, help, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i++) {
@@ -100,7 +103,11 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, co
             tkvi_unpack_tile(src, &at, width, tile);
             tkvi_next_tile(&at, width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
-                tkvi_v_values(s, width, tile, slab, t, scale, zero, x + (size_t)(t - first) * stride);
+                for (c = 0; c < tkvi_slab_channels(s, width) && slab + c < s->dim; c++) {
+                    int m = (slab + c) / s->group * TKVI_BLOCK + t;
+                    x[(size_t)(t - first) * stride + (size_t)(slab + c)] =
+                        tkvi_v_value(s, width, tile, c, t, scale[m], zero[m]);
+                }
             if (i % 4 == 3) slab += tkvi_slab_channels(s, width);
         }
     if (s->format->rotated)

@@ -85,12 +85,13 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
-/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each. */
-TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift) {
+/* Bits `shift` and up of the codes, `bits` of them, as vectors of 64 bytes with 8 / bits planes each; bytes `from` to
+ * `end` of each vector, multiples of 8, as in all that follows. */
+TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, v, k, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (v = 0; v < 4 / per || v == 0; v++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = 0;
             for (k = 0; k < per && k < 4; k++)
                 x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
@@ -98,52 +99,65 @@ TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int s
         }
 }
 
-TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift) {
+TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift, int from, int end) {
     int per = 8 / bits, p, j;
     uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
             tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
         }
 }
 
 /* The 1-bit half of a tile: bit `bit` of its codes, into the upper or lower half of the bytes at v. */
-TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
-    for (j = 0; j < 64; j += 8) {
+    for (j = from; j < end; j += 8) {
         uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
         for (p = 0; p < 4; p++) x |= (tkvi_load8(code + 64 * p + j) >> bit & TKVI_EACH_BYTE(1)) << (up + p);
         tkvi_store8(v + j, x);
     }
 }
 
-TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up) {
+TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up, int from, int end) {
     int p, j;
     for (p = 0; p < 4; p++)
-        for (j = 0; j < 64; j += 8) {
+        for (j = from; j < end; j += 8) {
             uint64_t x = tkvi_load8(v + j) >> (up + p) & TKVI_EACH_BYTE(1);
             tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << bit);
         }
 }
 
-TKVI_STEP void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code, int from,
+                            int end) {
     uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low) tkvi_pack_planes(wide, code, low, 0);
-    if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4);
+    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* widths that the compiler knows */
+    else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
+    else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
+    if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
     if (tkvi_has_half[width])
-        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
+        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
 }
 
-TKVI_STEP void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
+    tkvi_pack_part(codes, at, width, code, 0, 64);
+}
+
+/* code was cleared. */
+TKVI_FN void tkvi_unpack_part(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code,
+                              int from, int end) {
     const uint8_t *wide = codes + at->wide;
     int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    memset(code, 0, TKVI_TILE_CODES);
-    if (low) tkvi_unpack_planes(wide, code, low, 0);
-    if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4);
+    if (low) tkvi_unpack_planes(wide, code, low, 0, from, end);
+    if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4, from, end);
     if (tkvi_has_half[width])
-        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4);
+        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
+}
+
+static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+    memset(code, 0, TKVI_TILE_CODES);
+    tkvi_unpack_part(codes, at, width, code, 0, 64);
 }
 
 #endif /* TKVI_TILE_H */

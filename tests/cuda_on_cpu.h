@@ -9,7 +9,7 @@
  * the same meeting points (else it stops and says who waits where), that nothing is read from shared memory before it
  * was written (it is filled with NaN), that asynchronous copies are waited for (they happen when they are waited for
  * and not before). Not checked: races between two meeting points, since fibers run in a fixed order; TKVCU_ORDER=1 in
- * the environment turns the order round. Products of mma are exact and summed up in the order of k, in float.
+ * the environment turns the order round, of the threads of a block and of the blocks. Products of mma are exact and summed up in the order of k, in float.
  *
  * Nothing here is fast. It is for tests alone.
  */
@@ -129,9 +129,13 @@ static int cpu_release(size_t first, size_t n, int block_wide) {
     return living > 0;
 }
 
-static void cpu_run_block(size_t threads) {
+static int cpu_back(void) {
     const char *order = getenv("TKVCU_ORDER");
-    const int back = order && *order == '1';
+    return order && *order == '1';
+}
+
+static void cpu_run_block(size_t threads) {
+    const int back = cpu_back();
     volatile size_t left = threads;
     size_t i;
     for (i = 0; i < threads; i++) {
@@ -188,15 +192,15 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
     free(cpu_shared);
     cpu_shared_bytes = shared;
     cpu_shared = (unsigned char *)aligned_alloc(128, (shared + 128 + 127) / 128 * 128);
-    for (unsigned z = 0; z < grid.z; z++)
-        for (unsigned y = 0; y < grid.y; y++)
-            for (unsigned x = 0; x < grid.x; x++) {
-                blockIdx = dim3(x, y, z);
-                memset(cpu_shared, 0xff, shared + 128);
-                cpu_run_block(threads);
-                for (i = 0; i < 128; i++)
-                    if (cpu_shared[shared + i] != 0xff) cpu_stop("written beyond the shared memory");
-            }
+    const unsigned blocks = grid.x * grid.y * grid.z;
+    for (unsigned k = 0; k < blocks; k++) {
+        const unsigned b = cpu_back() ? blocks - 1 - k : k;
+        blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
+        memset(cpu_shared, 0xff, shared + 128);
+        cpu_run_block(threads);
+        for (i = 0; i < 128; i++)
+            if (cpu_shared[shared + i] != 0xff) cpu_stop("written beyond the shared memory");
+    }
 }
 
 /* Work of a stream: at once, or into the graph that is being captured. */

@@ -28,9 +28,9 @@ size_t bytes_of(const tkvcu_desc *d, tkvcu *cu, const tkv_cache *kv, void *x, tk
 
 # Where a fused product and sum are the two operations: the products are exact.
 EXACT = {
-    "tkvi_f32(product + zero[m])": "11 bits of the scale times 8 of the code",
-    "(double)c->step[l] * (double)mean_u)": "two floats, in double",
-    "(double)c->step[l] * (double)u)": "two floats, in double",
+    "tkvi_f32(product + zero)": "11 bits of the scale times 8 of the code",
+    "(double)c->step * (double)mean_u)": "two floats, in double",
+    "(double)c->step * (double)u)": "two floats, in double",
     "tkvi_f64(mean / (double)scale) - middle)": "middle is a whole number times 1/2",
 }
 

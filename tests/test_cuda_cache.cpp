@@ -14,6 +14,7 @@
 #include "../tieredkv_cuda.cu"
 #include "tkv_test.h"
 
+#include <string>
 #include <vector>
 
 /* >>device memory */
@@ -957,6 +958,48 @@ TEST(tables) {
     rig_close(&third);
 }
 
+/* Every way to fit scale and zero, with as many threads on a group as each head_dim gives it. */
+TEST(fits) {
+    static const int fit[] = {TKV_FIT_CLIP, TKV_FIT_NORM, TKV_FIT_UNBIASED, TKV_FIT_CLIP | TKV_FIT_NORM,
+                              TKV_FIT_CLIP | TKV_FIT_UNBIASED};
+    size_t i;
+    int dim;
+    for (i = 0; i < sizeof fit / sizeof *fit; i++)
+        for (dim = 64; dim <= 128; dim += 64) {
+            tkv_config cfg = config_of("kivi", dim);
+            rig r;
+            cfg.fit = fit[i];
+            cfg.hot_tokens = cfg.warm_tokens = 64;
+            if (rig_alike(&r, &cfg)) grow(&r, 0, 280, 1);
+            rig_close(&r);
+        }
+}
+
+/* Blocks of threads come in any order: a head's block enters the warm ring, coded with another table and so in another
+ * place, while another head's is still read. */
+TEST(blocks_of_threads_in_any_order) {
+    const char *const given = getenv("TKVCU_ORDER");
+    const std::string order = given ? given : "";
+    int i;
+    for (i = 0; i < 4; i++) {
+        tkv_config cfg = config_of("balanced", 64);
+        rig r;
+        if (rig_open(&r, &cfg)) {
+            const std::vector<uint8_t> one = learned(&r, 9.0f, .5f), two = learned(&r, .5f, 9.0f);
+            const std::vector<uint8_t> &before = i / 2 ? one : two, &after = i / 2 ? two : one;
+            setenv("TKVCU_ORDER", i % 2 ? "1" : "0", 1);
+            CHECK_EQ(tkv_calibration_load(r.kv, before.data(), before.size()), TKV_OK);
+            CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+            grow(&r, 0, 400, 0);
+            CHECK_EQ(tkv_calibration_load(r.kv, after.data(), after.size()), TKV_OK);
+            CHECK_EQ(tkvcu_tables(r.cu, r.kv, NULL), TKV_OK);
+            grow(&r, 0, 590, 1);
+            setenv("TKVCU_ORDER", order.c_str(), 1);
+        }
+        rig_close(&r);
+    }
+}
+
 TEST(texts) {
     CHECK_STR(tkvcu_strerror(TKV_OK), tkv_status_text(TKV_OK));
     CHECK_STR(tkvcu_strerror(TKV_ERR_NOMEM), tkv_status_text(TKV_ERR_NOMEM));
@@ -991,6 +1034,8 @@ int main(int argc, char **argv) {
     RUN(short_prompts);
     RUN(import_refuses);
     RUN(tables);
+    RUN(fits);
+    RUN(blocks_of_threads_in_any_order);
     RUN(texts);
     return tkv_test_end();
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What nvcc makes of tieredkv_cuda.cu: registers, spills, resident warps of each attention kernel, and the instructions
-of a unit (64 tokens of a KV head), read from the machine code. Needs nvcc and g++, no GPU. Standard library only.
+"""What nvcc makes of tieredkv_cuda.cu: registers, spills, resident warps of each kernel, and the instructions of
+attention's unit (64 tokens of a KV head), read from the machine code. Needs nvcc and g++, no GPU. Standard library only.
 
     python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
     python3 tools/cuda_resources.py --quick     sm_80 and sm_90
@@ -37,8 +37,9 @@ RESERVED = 1024  # shared memory of a block that is the system's
 PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", "balanced", 1),
          ("A25/R20", "compact", 0), ("A20/R15", "extreme", 0), ("KIVI-4", "kivi", 1), ("KIVI-2", "kivi", 0)]
 
-# Gates: bytes spilled on sm_80 and sm_90; issue share on sm_90 where it is near the 70 % that are wanted.
-LIMITS = {"spill": 0}
+# Gates: bytes spilled by any kernel, stack of the append kernels, on sm_80 and sm_90; issue share on sm_90 where it is
+# near the 70 % that are wanted.
+LIMITS = {"spill": 0, "stack": 0}
 SHARE_HOLDS = {"default, warm A40/R40": 0.72, "KIVI-4": 0.73}
 
 HOST = """
@@ -59,12 +60,18 @@ int main(int argc, char **argv) {
     cache = (cache + 255) / 256 * 256;
     if (tkvcu_create(&desc, aligned_alloc(256, cache), cache, aligned_alloc(256, (work + 255) / 256 * 256), work,
                      NULL, &cu)) return 1;
+    if (!strcmp(argv[3], "threads")) {
+        const tkvcu_appender a = tkvcu_appender_of(cfg.head_dim);
+        printf("append %d %zu combine %d 0 trim %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRIMMERS);
+        printf(" prefill1 %d %zu prefill2 %d %zu", TKVCU_PREFILL_THREADS,
+               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
+               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
+        return 0;
+    }
     for (int nt = 1; nt <= 2; nt++) {
         tkvcu_attend_of(&cu->split, cfg.head_dim, nt, &shared);
         printf("%d %zu ", cu->split.groups, shared);
     }
-    if (cfg.head_dim == 64) printf("%zu %zu", sizeof(tkvcu_prefill<64, 1>), sizeof(tkvcu_prefill<64, 2>));
-    else printf("%zu %zu", sizeof(tkvcu_prefill<128, 1>), sizeof(tkvcu_prefill<128, 2>));
     const tkvcu_side *s = tkvcu_view_of(cu, 0)->side + atoi(argv[3]) * 8 * 2;
     for (int i = 0; i < 2; i++, s++)
         printf("\\n%d %d %d %d %d %d %d %d %d %d %d %d %u %u", s->kind, s->half_bits, s->group, s->slabs[0],
@@ -174,24 +181,26 @@ def nvcc(arch, source, out):
                 os.path.join(ROOT, "src", "cuda"), "-o", out, source])
 
 
-def kernels(text, which):
-    """From ptxas -v: {(head_dim, n-tiles, groups) or (head_dim, m-tiles): (registers, bytes of spills, of arrays)}."""
+def kernels(text):
+    """From ptxas -v: {(name, whole numbers that it is a template of): (registers, bytes of spills, of stack, of
+    static shared memory)}."""
     found = {}
     for part in text.split("Compiling entry function")[1:]:
-        name = re.search(r"tkvcu_%s_kernelI((?:Li\d+E)+)E" % which, part)
-        if name:
-            stack, stores, loads = map(int, re.search(
-                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups())
-            registers = int(re.search(r"Used (\d+) registers", part).group(1))
-            found[tuple(map(int, re.findall(r"\d+", name.group(1))))] = (registers, stores + loads, stack)
+        name, numbers = re.match(r" '_Z\d+tkvcu_(\w+?)_kernel(?:I((?:Li\d+E)+)E)?", part).groups()
+        stack, stores, loads = map(int, re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups())
+        registers = int(re.search(r"Used (\d+) registers", part).group(1))
+        static = re.search(r"(\d+) bytes smem", part)
+        found[name, tuple(map(int, re.findall(r"\d+", numbers or "")))] = (
+            registers, stores + loads, stack, int(static.group(1)) if static else 0)
     return found
 
 
-def resident(arch, registers, shared):
-    """Blocks of 128 threads that fit."""
+def resident(arch, registers, shared, threads=128):
+    """Warps per scheduler: of the blocks of threads that fit."""
     memory, warps = MULTIPROCESSOR[arch]
-    per_warp = (registers * 32 + 255) // 256 * 256
-    return min(65536 // per_warp // 4, memory // (shared + RESERVED), warps // 4)
+    per_warp, mine = (registers * 32 + 255) // 256 * 256, threads // 32
+    return min(65536 // per_warp // mine, memory // (shared + RESERVED), warps // mine) * mine // 4
 
 
 class Lab:
@@ -208,15 +217,21 @@ class Lab:
         return path
 
     def plan(self, preset, head_dim, tier):
-        """Groups of V; shared memory for 1 and 2 n-tiles, then for 1 and 2 m-tiles; the fields of both sides of a
-        tier's units."""
+        """Groups of V; shared memory for 1 and 2 n-tiles; the fields of both sides of a tier's units."""
         lines = run([self.host, preset, str(head_dim), str(tier)]).splitlines()
         first = list(map(int, lines[0].split()))
-        return first[0], (first[1], first[3]), first[4:], [list(map(int, line.split())) for line in lines[1:]]
+        return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
+
+    def block(self, name, numbers):
+        """Threads and bytes of dynamic shared memory of a kernel that has one number of each, by head_dim and the
+        numbers after it."""
+        words = run([self.host, "balanced", str(numbers[0] if numbers else 128), "threads"]).split()
+        at = words.index(name + "".join(map(str, numbers[1:])))
+        return int(words[at + 1]), int(words[at + 2])
 
     def unit(self, arch, preset, tier):
         """Instructions of a unit at head_dim 128 with 8 columns, by name; its bytes."""
-        groups, _, _, sides = self.plan(preset, 128, tier)
+        groups, _, sides = self.plan(preset, 128, tier)
         text = []
         for kind, half_bits, group, *rest in sides:
             slabs, (top, table, size, code_bytes) = rest[:7], rest[7:]
@@ -244,31 +259,34 @@ def main():
             units = {(p, a): pool.submit(lab.unit, a, p[1], p[2]) for p in PLANS for a in QUICK}
             print("| kernel: head_dim, columns, V groups | architecture | registers | spilled bytes | local bytes | "
                   "shared memory, default / KIVI | warps per scheduler |\n|---|---|---|---|---|---|---|")
-            shared, prefill = {}, {}
+            shared, others = {}, []
             for preset in ("balanced", "kivi"):
                 for dim in (64, 128):
-                    groups, both, many, _ = lab.plan(preset, dim, 0)
+                    groups, both, _ = lab.plan(preset, dim, 0)
                     for nt in (1, 2):
                         shared.setdefault((dim, nt, groups), []).append(both[nt - 1])
-                        prefill[dim, nt] = many[nt - 1]
             for a in archs:
-                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result(), "attend").items()):
+                for (name, kernel), (registers, spill, stack, static) in sorted(kernels(whole[a].result()).items()):
+                    if a in QUICK and spill > LIMITS["spill"]:
+                        bad.append("sm_%d, %s kernel %s: %d bytes spilled" % (a, name, kernel, spill))
+                    if a in QUICK and name == "append" and stack > LIMITS["stack"]:
+                        bad.append("sm_%d, %s kernel %s: %d bytes of stack" % (a, name, kernel, stack))
+                    if name != "attend":
+                        others.append((name, kernel, a, registers, spill, stack, static))
+                        continue
                     memory = shared[kernel]
                     print("| %d, %d, %d | sm_%d | %d | %d | %d | %s | %s |" % (
                         kernel[0], 8 * kernel[1], kernel[2], a, registers, spill, stack,
                         " / ".join(map(str, memory)),
                         " / ".join(str(resident(a, registers, m)) for m in memory)))
-                    if a in QUICK and spill > LIMITS["spill"]:
-                        bad.append("sm_%d, kernel %s: %d bytes spilled" % (a, kernel, spill))
-            print("\n| prefill kernel: head_dim, rows | architecture | registers | spilled bytes | local bytes | "
-                  "shared memory | warps per scheduler |\n|---|---|---|---|---|---|---|")
-            for a in archs:
-                for kernel, (registers, spill, stack) in sorted(kernels(whole[a].result(), "prefill").items()):
-                    print("| %d, %d | sm_%d | %d | %d | %d | %d | %d |" % (
-                        kernel[0], 64 * kernel[1], a, registers, spill, stack, prefill[kernel],
-                        resident(a, registers, prefill[kernel])))
-                    if a in QUICK and spill > LIMITS["spill"]:
-                        bad.append("sm_%d, prefill kernel %s: %d bytes spilled" % (a, kernel, spill))
+            print("\n| kernel: head_dim and so on | architecture | threads | registers | spilled bytes | local bytes | "
+                  "shared memory | warps per scheduler |\n|---|---|---|---|---|---|---|---|")
+            for name, kernel, a, registers, spill, stack, static in others:
+                threads, memory = lab.block(name, kernel)
+                memory += static
+                print("| %s | sm_%d | %d | %d | %d | %d | %d | %d |" % (
+                    " ".join([name] + list(map(str, kernel))), a, threads, registers, spill, stack, memory,
+                    resident(a, registers, memory, threads)))
             print("\n| unit of 64 tokens, head_dim 128, 8 columns | architecture | bytes | instructions | of issue slots "
                   "at 4.3 TB/s | most frequent |\n|---|---|---|---|---|---|")
             for (plan, a), job in units.items():

@@ -121,8 +121,9 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
  * and out; a negative one skips the row. In an append no sequence may be named twice. NULL: row i is sequence
  * i, for all. */
 /* n_tokens (1 .. TKVCU_MAX_APPEND, at most cfg->max_append) new tokens for each row. d_k, d_v:
- * [row][n_tokens] [n_kv_heads][head_dim], packed, keys after RoPE. First what is due moves down a tier, as in
- * tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64 tokens. */
+ * [row][n_tokens][n_kv_heads][head_dim], packed, aligned as their type, keys after RoPE. First what is due moves
+ * down a tier, as in tkv_append. Sets bits FULL, NOT_FINITE, SEQUENCE. Cost: O(values), and an encoding per 64
+ * tokens. */
 int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_type type, int n_tokens,
                  const int32_t *d_seq_map, tkvcu_stream stream);
 

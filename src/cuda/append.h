@@ -3,7 +3,8 @@
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
- * blocks; the one that is done last (a ticket in the list) writes the new state down.
+ * blocks; the one that is last to have done that (a ticket in the list) writes the new state down. New rows are stored
+ * after the ticket: nobody reads them within this kernel.
  */
 #ifndef TKVCU_APPEND_H
 #define TKVCU_APPEND_H
@@ -26,7 +27,7 @@ typedef struct tkvcu_append_call {
     int32_t fit, saturate;
 } tkvcu_append_call;
 
-#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that are done */
+#define TKVCU_TICKET 0x10000 /* CTAs that refuse count here, above those that have moved their blocks */
 
 /* >>ageing */
 typedef struct tkvcu_ages {
@@ -81,9 +82,9 @@ __device__ static inline const tkvcu_side *tkvcu_side_at(const tkvcu_view *v, in
 }
 
 /* This CTA's side of a block goes to another region. */
-__device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk *d,
-                                         int seq, const tkvcu_ages *a, int block, int head, int which,
-                                         int to_version) {
+template <int Dim>
+TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tkvcu_desk<Dim> *d, int seq,
+                             const tkvcu_ages *a, int block, int head, int which, int to_version) {
     const int copy = c->same && a->from == TKVCU_WARM;
     const int version =
         a->from == TKVCU_WARM ? v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)block] : 0;
@@ -93,67 +94,87 @@ __device__ static inline void tkvcu_move(const tkvcu_view *v, const tkvcu_append
     uint8_t *whole = tkvcu_block_at(v, a->to, seq, block), *dst = whole + to->at;
     uint32_t i;
     if (copy) {
-        for (i = 8 * threadIdx.x; i < to->bytes; i += 8 * blockDim.x)
-            tkvi_store8(dst + i, tkvi_load8(src + i));
+        for (i = 16 * threadIdx.x; i < to->bytes; i += 16 * blockDim.x)
+            *(tkvcu_16 *)(void *)(dst + i) = *(const tkvcu_16 *)(const void *)(src + i);
         __syncthreads();
     } else {
-        if (threadIdx.x == 0) {
-            tkvcu_side_open(v, from, which, 0, &d->format[0], &d->side[0]);
-            tkvcu_side_open(v, to, which, c->fit, &d->format[1], &d->side[1]);
+        if (threadIdx.x % 32 == 0 && threadIdx.x < 64) { /* a warp for each side */
+            const int side = (int)threadIdx.x / 32;
+            tkvcu_side_open(v, side ? to : from, which, side ? c->fit : 0, &d->format[side], &d->side[side]);
         }
         __syncthreads();
-        tkvcu_decode(d, from, src);
-        tkvcu_encode(d, to->kind, dst);
+        tkvcu_decode<Dim>(d, from, src);
+        tkvcu_encode<Dim>(d, to->kind, dst);
     }
     if (head == v->n_kv_heads - 1 && which) /* what no head has been given */
-        for (i = to->at + to->bytes + 8 * threadIdx.x; i < v->block[a->to]; i += 8 * blockDim.x)
-            tkvi_store8(whole + i, 0);
+        tkvcu_zero_bytes(whole + to->at + to->bytes, v->block[a->to] - to->at - to->bytes);
 }
 
 /* >>new tokens */
-/* Place of the row of a position, in the side at `s` of its block. */
-__device__ static inline uint8_t *tkvcu_row_at(const tkvcu_view *v, int seq, int position, int head,
-                                               int which, int *row) {
-    const int region = position < v->sinks ? TKVCU_SINKS : TKVCU_HOT;
-    const int behind = position - v->sinks, block = region == TKVCU_SINKS ? 0 : behind / TKVI_BLOCK;
-    *row = region == TKVCU_SINKS ? position : behind % TKVI_BLOCK;
-    return tkvcu_block_at(v, region, seq, block) + tkvcu_side_at(v, 0, region, head, which)->at;
+/* Element number `at` of the caller's, which are aligned as their type. */
+TKVCU_DEVICE float tkvcu_value_at(const void *x, int type, ptrdiff_t at) {
+    uint32_t h;
+    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
+    h = ((const uint16_t *)x)[at];
+    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
 }
 
-__device__ static inline void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                               int row, int len, int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
-    int t, i, place;
-    for (t = 0; t < c->n_tokens; t++) { /* blocks that begin: clean, as the host's */
-        uint8_t *bytes = tkvcu_row_at(v, seq, len + t, head, which, &place);
-        if (place == 0)
-            tkvcu_zero_bytes(
-                bytes, tkvcu_side_at(v, 0, len + t < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bytes);
-    }
+typedef struct tkvcu_rows { /* where they go: this CTA's side of a region's first block */
+    uint8_t *base;
+    uint32_t bytes;
+    int32_t bf16;
+} tkvcu_rows;
+
+TKVCU_DEVICE tkvcu_rows tkvcu_rows_of(const tkvcu_view *v, int region, int head, int which) {
+    const tkvcu_side *s = tkvcu_side_at(v, 0, region, head, which);
+    tkvcu_rows r;
+    r.base = v->bytes[region] + s->at;
+    r.bytes = s->bytes;
+    r.bf16 = s->bf16;
+    return r;
+}
+
+template <int Dim>
+TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call *c, const tkvcu_rows &hot,
+                                   const tkvcu_rows &sinks, int seq, int row, int len, int head, int which) {
+    uint8_t *const hot_base = hot.base + (size_t)seq * v->stride[TKVCU_HOT];
+    uint8_t *const sinks_base = sinks.base + (size_t)seq * v->stride[TKVCU_SINKS];
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
+    const int next = len < v->sinks ? 0 : len - v->sinks; /* behind the sinks */
+    const int begins = (next + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int i;
+    /* Blocks that begin: clean, as the host's. One call brings 64 tokens at most. */
+    if (len == 0 && v->sinks > 0) tkvcu_zero_bytes(sinks_base, sinks.bytes);
+    if (len + c->n_tokens > v->sinks + TKVI_BLOCK * begins)
+        tkvcu_zero_bytes(hot_base + (size_t)(begins % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT], hot.bytes);
     __syncthreads();
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x) {
-        const int position = len + i / dim;
-        uint8_t *bytes = tkvcu_row_at(v, seq, position, head, which, &place);
-        const int bf16 =
-            tkvcu_side_at(v, 0, position < v->sinks ? TKVCU_SINKS : TKVCU_HOT, head, which)->bf16;
-        const ptrdiff_t at = first + (ptrdiff_t)(i / dim) * stride + i % dim;
-        float x = tkvi_element(c->x[which], (tkv_type)c->type, at);
+    TKVCU_ROLL
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x) {
+        const int position = len + i / Dim, behind = position - v->sinks, is_hot = behind >= 0;
+        const int place = is_hot ? behind % TKVI_BLOCK : position;
+        uint8_t *bytes =
+            is_hot ? hot_base + (size_t)(behind / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
+                   : sinks_base;
+        const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
+        float x = tkvcu_value_at(which ? c->x[1] : c->x[0], c->type, at);
         if (c->saturate) x = tkvi_saturate(x);
-        tkvi_store16(bytes + 2 * ((size_t)place * (size_t)dim + (size_t)(i % dim)),
-                     bf16 ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x));
+        *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
+            (is_hot ? hot.bf16 : sinks.bf16) ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
     }
 }
 
 /* Is there a NaN or an infinity among what this CTA stores? */
-__device__ static inline int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row,
-                                            int head, int which) {
-    const int dim = v->head_dim, stride = v->n_kv_heads * dim;
-    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * dim;
+template <int Dim>
+TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c, int row, int head,
+                                int which) {
+    const int stride = v->n_kv_heads * Dim;
+    const ptrdiff_t first = ((ptrdiff_t)row * c->n_tokens * v->n_kv_heads + head) * Dim;
     int i, bad = 0;
-    for (i = (int)threadIdx.x; i < c->n_tokens * dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(
-            tkvi_element(c->x[which], (tkv_type)c->type, first + (ptrdiff_t)(i / dim) * stride + i % dim));
+    TKVCU_ROLL
+    for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
+        bad |= !tkvi_is_finite(tkvcu_value_at(which ? c->x[1] : c->x[0], c->type,
+                                              first + (ptrdiff_t)(i / Dim) * stride + i % Dim));
     return __syncthreads_or(bad);
 }
 
@@ -165,54 +186,78 @@ __device__ static inline int tkvcu_seq_of(const int32_t *map, int row, int n_seq
     return -1;
 }
 
-/* What has been done becomes the state. */
-__device__ static inline void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq,
-                                           int refused) {
-    tkvcu_list *list = &v->list[seq];
-    tkvcu_ages a = tkvcu_ages_of(list, v->sinks, c->hot, c->warm);
+/* What has been done becomes the state; list: as it was. */
+TKVCU_DEVICE void tkvcu_settle(const tkvcu_view *v, const tkvcu_append_call *c, int seq, tkvcu_list list,
+                               int refused) {
+    tkvcu_ages a = tkvcu_ages_of(&list, v->sinks, c->hot, c->warm);
     while (tkvcu_age_next(&a))
         if (!c->same || a.from != TKVCU_WARM)
             v->version[(size_t)seq * (size_t)v->max_blocks + (size_t)(a.block - 1)] =
                 (uint8_t)c->layer->version;
-    list->archive = a.list.archive;
-    list->warm = a.list.warm;
-    if (!refused) list->len += c->n_tokens;
-    list->step = 0;
+    if (!refused) a.list.len += c->n_tokens;
+    a.list.step = 0;
+    v->list[seq] = a.list;
 }
 
-__global__ void __launch_bounds__(TKVCU_ENCODERS) tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
-    TKVCU_SHARED(tkvcu_desk, d);
+template <int Dim>
+__global__ void __launch_bounds__(tkvcu_desk<Dim>::THREADS)
+    tkvcu_append_kernel(tkvcu_view v, tkvcu_append_call c) {
+    TKVCU_SHARED(tkvcu_desk<Dim>, d);
     const int head = (int)blockIdx.x / 2, which = (int)blockIdx.x % 2, row = (int)blockIdx.y;
+    tkvcu_rows hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* loads that wait for none come first */
+    tkvcu_rows sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
     const int seq = tkvcu_seq_of(c.seq_map, row, v.n_seqs, c.word);
     tkvcu_list list;
     tkvcu_ages a;
     int bad = 0;
     if (seq < 0) return;
     list = v.list[seq];
+    if (!c.saturate) bad = tkvcu_rows_bad<Dim>(&v, &c, row, head, which);
     if (list.len > c.max_tokens - c.n_tokens) {
         if (threadIdx.x == 0) atomicOr(c.word, TKVCU_WORD_FULL);
         return;
     }
-    if (!c.saturate) bad = tkvcu_rows_bad(&v, &c, row, head, which);
     a = tkvcu_ages_of(&list, v.sinks, c.hot, c.warm);
-    while (tkvcu_age_next(&a)) tkvcu_move(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
-    if (!bad) tkvcu_store_rows(&v, &c, seq, row, list.len, head, which);
-    __threadfence();
-    __syncthreads();
+    if (tkvcu_age_next(&a)) {
+        do tkvcu_move<Dim>(&v, &c, d, seq, &a, a.block - 1, head, which, c.layer->version);
+        while (tkvcu_age_next(&a));
+        hot = tkvcu_rows_of(&v, TKVCU_HOT, head, which); /* again: a move needs all registers */
+        sinks = tkvcu_rows_of(&v, TKVCU_SINKS, head, which);
+    }
+    __syncthreads(); /* all have read the state: from here on it may change */
     if (threadIdx.x == 0) {
-        const int done =
-            atomicAdd(&v.list[seq].step, bad ? 1 + TKVCU_TICKET : 1) + (bad ? 1 + TKVCU_TICKET : 1);
+        const int ticket = bad ? 1 + TKVCU_TICKET : 1;
+        int done;
+        __threadfence();
+        done = atomicAdd(&v.list[seq].step, ticket) + ticket;
         if (bad) atomicOr(c.word, TKVCU_WORD_NOT_FINITE);
         if (done % TKVCU_TICKET == (int)gridDim.x) {
             __threadfence();
-            tkvcu_settle(&v, &c, seq, done / TKVCU_TICKET);
+            tkvcu_settle(&v, &c, seq, list, done / TKVCU_TICKET);
         }
     }
+    if (!bad) tkvcu_store_rows<Dim>(&v, &c, hot, sinks, seq, row, list.len, head, which);
+}
+
+/* The kernel for a head_dim, its threads, its shared memory. */
+typedef struct tkvcu_appender {
+    void (*kernel)(tkvcu_view v, tkvcu_append_call c);
+    int threads;
+    size_t shared;
+} tkvcu_appender;
+
+static tkvcu_appender tkvcu_appender_of(int head_dim) {
+    static const tkvcu_appender all[2] = {
+        {tkvcu_append_kernel<64>, tkvcu_desk<64>::THREADS, sizeof(tkvcu_desk<64>)},
+        {tkvcu_append_kernel<128>, tkvcu_desk<128>::THREADS, sizeof(tkvcu_desk<128>)}};
+    return all[head_dim == 128];
 }
 
 /* >>cuts */
+#define TKVCU_TRIMMERS 128 /* threads */
+
 /* A thread for each sequence: all of its layers, or none. */
-__global__ void __launch_bounds__(TKVCU_ENCODERS)
+__global__ void __launch_bounds__(TKVCU_TRIMMERS)
     tkvcu_trim_kernel(const tkvcu_layer *layer, tkvcu_list *lists, int n_layers, int n_seqs,
                       const int32_t *lengths, uint32_t *word) {
     const int seq = (int)(blockIdx.x * blockDim.x + threadIdx.x);

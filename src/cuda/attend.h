@@ -211,7 +211,7 @@ template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_
     me.lane = tkvcu_kept(tid % 32);
     me.chunk = tkvcu_kept(tid % 32 * 16);
     me.place = tkvcu_kept(TKVCU_META(D) + (int)tkvcu_place(16u * (uint32_t)(tid % 32)));
-    me.warp = tkvcu_kept(tid / 32);
+    me.warp = tid / 32;
     me.g = tkvcu_kept(tid % 32 / 4);
     me.t = tkvcu_kept(tid % 4);
     at = me.warp * warp_bytes;
@@ -837,7 +837,7 @@ TKVCU_DEVICE void tkvcu_weigh(const tkvcu_job &j, const tkvcu_block<D, NT> &b, t
     tkvcu_follow(u, most, f);
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        float l;
+        float l = 0.0f;
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             TKVCU_UNROLL

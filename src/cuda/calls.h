@@ -11,6 +11,7 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     const tkvi_tables *t;
     const tkvi_plan *p;
     tkvcu_append_call c;
+    tkvcu_appender a;
     if (!cu) return TKV_ERR_ARG;
     t = &cu->host->tables;
     if (layer < 0 || layer >= t->cfg.n_layers || t->plan[layer].stored != layer)
@@ -38,8 +39,9 @@ int tkvcu_append(tkvcu *cu, int layer, const void *d_k, const void *d_v, tkv_typ
     c.saturate = t->cfg.nonfinite == TKV_NONFINITE_SATURATE;
     cu->used[layer] |= (uint8_t)(1u << tkvi_max(0, t->current[layer]));
     cu->appended[layer] = 1;
-    TKVCU_LAUNCH(tkvcu_append_kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
-                 dim3(TKVCU_ENCODERS), tkvcu_desk_bytes(t->cfg.head_dim), stream, cu->view[layer], c);
+    a = tkvcu_appender_of(t->cfg.head_dim);
+    TKVCU_LAUNCH(a.kernel, dim3(2u * (unsigned)t->cfg.n_kv_heads, (unsigned)cu->n_seqs),
+                 dim3((unsigned)a.threads), a.shared, stream, cu->view[layer], c);
     return tkvcu_launched(cu);
 }
 
@@ -82,8 +84,8 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
 int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {
     if (!cu) return TKV_ERR_ARG;
     if (!d_lengths) return tkvcu_fail(cu, TKV_ERR_ARG, "the lengths are missing", 0, NULL);
-    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_ENCODERS - 1) / TKVCU_ENCODERS),
-                 dim3(TKVCU_ENCODERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
+    TKVCU_LAUNCH(tkvcu_trim_kernel, dim3((unsigned)(cu->n_seqs + TKVCU_TRIMMERS - 1) / TKVCU_TRIMMERS),
+                 dim3(TKVCU_TRIMMERS), 0, stream, cu->layer, cu->lists, cu->host->tables.cfg.n_layers,
                  cu->n_seqs, d_lengths, cu->word);
     return tkvcu_launched(cu);
 }

@@ -422,7 +422,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_attribute(cu, cudaDevAttrMultiProcessorCount, &processors);
     cudaFuncAttributes there;
     if (st) return st;
-    fits = tkvcu_desk_bytes(cfg->head_dim) <= (size_t)most;
+    fits = tkvcu_appender_of(cfg->head_dim).shared <= (size_t)most;
     st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
                                              processors, most, &fits));
     if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
@@ -432,7 +432,7 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_trim_kernel));
     return st ? st
-              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_append_kernel,
+              : tkvcu_checked(cu, cudaFuncSetAttribute(tkvcu_appender_of(cfg->head_dim).kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 

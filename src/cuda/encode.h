@@ -1,50 +1,80 @@
 /*
- * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the functions of
- * tieredkv.h, a thread for each column of K, token of V, or tile. So the bytes are those of the host.
+ * encode.h - one head's side of a block, decoded and encoded by the threads of a CTA: the steps of tieredkv.h's
+ * functions, so the bytes are those of the host.
+ *
+ * A line is a channel of K or a token of V. 4 head_dim threads, so that each has 16 values of a line: of K's 64 tokens
+ * four neighbours have every fourth, of V's channels head_dim / 16 neighbours have every such. All that a line is
+ * summed up to are integers, or ends of a range: the same in any order.
  *
  * nvcc fuses a product and a sum where it can. In these functions that changes nothing: the products that
- * feed sums are exact, or stand in functions that are not inlined (tests/test_cuda_build.py looks at what it
- * makes of them).
+ * feed sums are exact, or made by an instruction that is not fused (tests/test_cuda_build.py looks at what it makes of
+ * them).
  */
 #ifndef TKVCU_ENCODE_H
 #define TKVCU_ENCODE_H
 
 #include "warp.h"
 
-#define TKVCU_ENCODERS 128 /* threads: one for each channel of 128 */
+#define TKVCU_PART 16 /* values of a line that a thread has */
+#define TKVCU_LINE 4  /* threads of a channel of K */
 
-/* Shared memory of the CTA. Behind it: tkvi_columns [head_dim / 16], codes [head_dim][64], values
- * [64][head_dim + 1]. An odd stride: threads that walk along tokens, and those that walk along channels, all
- * have banks of their own. */
-typedef struct tkvcu_desk {
+/* Number of the thread, read anew each time: else the compiler carries all that follows from it, for every format, out
+ * of the loop over blocks, into more registers than there are. */
+TKVCU_DEVICE int tkvcu_me(void) {
+#ifdef TKVCU_ON_CPU
+    return (int)threadIdx.x;
+#else
+    int me;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(me));
+    __builtin_assume(me >= 0);
+    return me;
+#endif
+}
+
+typedef struct alignas(16) tkvcu_16 { /* moved at once */
+    uint64_t x[2];
+} tkvcu_16;
+
+/* Shared memory of the CTA. Rows of values are 8 longer than they are: then neighbours have banks of their own, both
+ * where they walk along tokens and along channels. */
+template <int Dim> struct tkvcu_desk {
+    enum { THREADS = TKVI_BLOCK * Dim / TKVCU_PART, STRIDE = Dim + 8 };
     tkvi_format format[2];
     tkvi_side side[2]; /* from, to */
-    float scale[2 * 128], zero[2 * 128];
-    float mean[128], middle[128]; /* A, by channel; channel: by position */
-    uint8_t channel[128], width[128], log[128], by[128];
-} tkvcu_desk;
+    float scale[Dim], zero[Dim];
+    alignas(16) uint8_t meta[4 * Dim]; /* of side 1 */
+    alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
+    union {
+        alignas(16) float x[TKVI_BLOCK * STRIDE];
+        uint8_t bytes[TKVI_BLOCK * STRIDE *
+                      sizeof(float)]; /* side 0 before it is decoded, codes of side 1 packed */
+    };
+};
 
-__host__ __device__ static inline size_t tkvcu_desk_bytes(int head_dim) {
-    const size_t dim = (size_t)head_dim;
-    return tkvi_align_up(sizeof(tkvcu_desk)) + dim / TKVI_LANES * sizeof(tkvi_columns) + dim * TKVI_BLOCK +
-           TKVI_BLOCK * (dim + 1) * sizeof(float);
+/* >>what a line's threads have together */
+template <int Threads, class T> TKVCU_DEVICE T tkvcu_total(T x) {
+    int by;
+    TKVCU_UNROLL
+    for (by = 1; by < Threads; by *= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
+    return x;
 }
 
-__device__ static inline tkvi_columns *tkvcu_columns_of(tkvcu_desk *d) {
-    return (tkvi_columns *)(void *)((uint8_t *)d + tkvi_align_up(sizeof *d));
+template <int Threads> TKVCU_DEVICE float tkvcu_least(float x) {
+    int by;
+    TKVCU_UNROLL
+    for (by = 1; by < Threads; by *= 2) {
+        const float y = __shfl_xor_sync(0xffffffffu, x, by);
+        x = y < x ? y : x;
+    }
+    return x;
 }
 
-__device__ static inline uint8_t *tkvcu_codes_of(tkvcu_desk *d, int head_dim) {
-    return (uint8_t *)(tkvcu_columns_of(d) + head_dim / TKVI_LANES);
-}
+template <int Threads> TKVCU_DEVICE float tkvcu_most(float x) { return -tkvcu_least<Threads>(-x); }
 
-__device__ static inline float *tkvcu_values_of(tkvcu_desk *d, int head_dim) {
-    return (float *)(void *)(tkvcu_codes_of(d, head_dim) + head_dim * TKVI_BLOCK);
-}
-
+/* >>sides */
 /* The side as the functions of tieredkv.h want it. One thread writes it. */
-__device__ static inline void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
-                                              tkvi_format *f, tkvi_side *s) {
+TKVCU_DEVICE void tkvcu_side_open(const tkvcu_view *v, const tkvcu_side *d, int which, int fit,
+                                  tkvi_format *f, tkvi_side *s) {
     int w;
     memset(f, 0, sizeof *f);
     memset(s, 0, sizeof *s);
@@ -79,40 +109,22 @@ __device__ static inline void tkvcu_side_open(const tkvcu_view *v, const tkvcu_s
     }
 }
 
-/* Walks over the tiles that are this thread's. Those that share a vector of 1-bit halves belong to one. */
-typedef struct tkvcu_walk {
-    const tkvi_side *s;
-    tkvi_tile_at at;
-    int width, i, left; /* of tile i; left: of its width, behind it */
-} tkvcu_walk;
-
-__device__ static inline tkvcu_walk tkvcu_walk_of(const tkvi_side *s) {
-    tkvcu_walk w;
-    w.s = s;
-    w.at = tkvi_tiles(&s->runs);
-    w.width = TKVI_MAX_WIDTH + 1;
-    w.i = -1;
-    w.left = 0;
-    return w;
-}
-
-__device__ static inline int tkvcu_walk_next(tkvcu_walk *w) {
-    int owner;
-    do {
-        if (w->i >= 0) tkvi_next_tile(&w->at, w->width);
-        w->i++;
-        while (w->left == 0) {
-            if (--w->width == 0) return 0;
-            w->left = w->s->runs.n[w->width];
-        }
-        w->left--;
-        owner = tkvi_has_half[w->width] ? w->at.half / 2 : w->i;
-    } while (owner % (int)blockDim.x != (int)threadIdx.x);
-    return 1;
+/* Width of tile i, 0: there are not so many; and where it lies. */
+TKVCU_DEVICE int tkvcu_tile_of(const tkvi_side *s, int i, tkvi_tile_at *at) {
+    int width;
+    *at = tkvi_tiles(&s->runs);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int n = s->runs.n[width], skip = i < n ? i : n;
+        at->wide += (size_t)skip * tkvi_wide_bytes[width];
+        at->half += skip * tkvi_has_half[width];
+        if (i < n) break;
+        i -= n;
+    }
+    return width;
 }
 
 /* Bits of the tile that has this position. */
-__device__ static inline int tkvcu_width_at(const tkvi_side *s, int position) {
+TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     int width, end = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         end += 4 * s->runs.n[width];
@@ -121,10 +133,45 @@ __device__ static inline int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
+/* The rotation of rotate.h, or back, of a token that `Threads` neighbours have. */
+template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
+    const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
+    int i, h;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART && !back; i++) {
+        const int c = Threads * i + part;
+        y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
+    }
+    TKVCU_UNROLL
+    for (h = 1; h < Threads; h *= 2) {
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const float other = __shfl_xor_sync(0xffffffffu, y[i], h);
+            y[i] = part & h ? other - y[i] : y[i] + other;
+        }
+    }
+    TKVCU_UNROLL
+    for (h = 1; h < TKVCU_PART; h *= 2) {
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const float a = y[i & ~h], b = y[i | h];
+            if (i & h) continue;
+            y[i] = a + b;
+            y[i | h] = a - b;
+        }
+    }
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const int c = Threads * i + part;
+        y[i] *= norm;
+        if (back) y[i] = tkvi_signs[c / 32] >> c % 32 & 1 ? -y[i] : y[i];
+    }
+}
+
 /* >>decoding */
 /* Scale and zero number i of the side. */
-__device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
-                                         float *scale, float *zero) {
+TKVCU_DEVICE void tkvcu_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i, float *scale,
+                             float *zero) {
     if (kind == TKVCU_KIVI) {
         *scale = tkvi_f16_to_f32(tkvi_load16(meta + 2 * i));
         *zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * (n + i)));
@@ -142,174 +189,361 @@ __device__ static inline void tkvcu_meta(const tkvi_side *s, int kind, const uin
     }
 }
 
-/* The rotation of rotate.h, or back, of all tokens at once; head_dim is a power of two. Begins and ends with
- * all threads together. */
-__device__ static inline void tkvcu_rotate(float *x, int dim, int back) {
-    const int me = (int)threadIdx.x, all = (int)blockDim.x, stride = dim + 1;
-    int i, h, log2n = 0;
-    while (dim >> (log2n + 1)) log2n++;
-    for (i = me; !back && i < TKVI_BLOCK * dim; i += all) {
-        const int c = i % dim;
-        float *y = x + i / dim * stride + c;
-        const float z = tkvi_clampf(*y, -1e30f, 1e30f); /* as format_r.h; bfloat16 has more */
-        *y = tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
-    }
-    for (h = 1; h < dim; h *= 2) {
-        __syncthreads();
-        for (i = me; i < TKVI_BLOCK * dim / 2; i += all) {
-            const int pair = i % (dim / 2);
-            float *y = x + i / (dim / 2) * stride + pair / h * 2 * h + pair % h;
-            const float a = y[0], b = y[h];
-            y[0] = a + b;
-            y[h] = a - b;
+/* Rows of halves to values. */
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_desk<Dim> *d, int bf16, const uint8_t *src) {
+    int i, k;
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) { /* 8 values at a time */
+        const int at = 8 * (tkvcu_me() + i * tkvcu_desk<Dim>::THREADS);
+        const tkvcu_16 h = *(const tkvcu_16 *)(const void *)(src + 2 * at);
+        tkvcu_16 *x = (tkvcu_16 *)(void *)(d->x + at / Dim * tkvcu_desk<Dim>::STRIDE + at % Dim);
+        tkvcu_16 y[2] = {{{0, 0}}, {{0, 0}}};
+        TKVCU_UNROLL
+        for (k = 0; k < 8; k++) {
+            const uint16_t z = (uint16_t)(h.x[k / 4] >> 16 * (k % 4));
+            const uint32_t bits = tkvi_bits(bf16 ? tkvi_bf16_to_f32(z) : tkvi_f16_to_f32(z));
+            y[k / 4].x[k / 2 % 2] |= (uint64_t)bits << 32 * (k % 2);
         }
+        x[0] = y[0];
+        x[1] = y[1];
     }
-    __syncthreads();
-    for (i = me; i < TKVI_BLOCK * dim; i += all) {
-        const int c = i % dim;
-        float *y = x + i / dim * stride + c;
-        const float z = *y * tkvi_hadamard_norm[log2n];
-        *y = back && tkvi_signs[c / 32] >> c % 32 & 1 ? -z : z;
-    }
-    __syncthreads();
 }
 
-/* Token t of a V side. */
-__device__ static inline void tkvcu_v_token(const tkvcu_desk *d, const uint8_t (*code)[TKVI_TILE_CODES],
-                                            int t, float *x) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_desk<Dim> *d) {
     const tkvi_side *s = &d->side[0];
-    int width, i, tile = 0, slab = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->runs.n[width]; i += 4, tile += 4) {
-            tkvi_v_values(s, width, code[tile + t / 16], slab, t, d->scale, d->zero, x);
-            slab += tkvi_slab_channels(s, width);
-        }
+    const int position = tkvcu_me() / TKVCU_LINE, width = tkvcu_width_at(s, position);
+    const uint8_t *tile = d->code[position / 4];
+    const float scale = d->scale[position], zero = d->zero[position];
+    float *x = d->x + tkvi_channel(s, position);
+    int t;
+    TKVCU_UNROLL
+    for (t = tkvcu_me() % TKVCU_LINE; t < TKVI_BLOCK; t += TKVCU_LINE)
+        x[t * tkvcu_desk<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
-/* A side's 64 tokens to the desk's values, by all threads; exact ones: bf16 or not. */
-__device__ static inline void tkvcu_decode(tkvcu_desk *d, const tkvcu_side *from, const uint8_t *src) {
+template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_desk<Dim> *d) {
+    enum { LINE = Dim / TKVCU_PART };
     const tkvi_side *s = &d->side[0];
-    const int dim = s->dim, stride = dim + 1, me = (int)threadIdx.x, all = (int)blockDim.x;
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    tkvi_tile_at at;
+    const int width = tkvcu_tile_of(s, 0, &at),
+              slab = s->pairs ? 5 : 4; /* all are alike, of 2^slab channels */
+    float y[TKVCU_PART];
     int i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const int c = LINE * i + part;
+        const int m = (s->groups > 1 ? c / TKVI_BLOCK * TKVI_BLOCK : 0) + t;
+        y[i] = tkvi_v_value(s, width, d->code[(c >> slab) * 4 + t / 16], c & ((1 << slab) - 1), t,
+                            d->scale[m], d->zero[m]);
+    }
+    if (s->format->rotated) tkvcu_rotate<LINE>(y, part, 1);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part] = y[i];
+}
+
+/* A side's 64 tokens to the desk's values, by all threads. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_decode(tkvcu_desk<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
+    const tkvi_side *s = &d->side[0];
+    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS;
+    int i, p;
     if (from->kind == TKVCU_EXACT) {
-        for (i = me; i < TKVI_BLOCK * dim; i += all) {
-            const uint16_t h = tkvi_load16(src + 2 * i);
-            x[i / dim * stride + i % dim] = from->bf16 ? tkvi_bf16_to_f32(h) : tkvi_f16_to_f32(h);
+        tkvcu_decode_exact<Dim>(d, from->bf16, src);
+    } else {
+        const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
+        tkvi_tile_at at;
+        for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
+            *(tkvcu_16 *)(void *)(d->bytes + i) = *(const tkvcu_16 *)(const void *)(src + i);
+        __syncthreads();
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
+            const int width = tkvcu_tile_of(s, tile, &at);
+            for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
+            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        }
+        for (i = me; i < n; i += all)
+            tkvcu_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        __syncthreads();
+        if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
+        else tkvcu_decode_k<Dim>(d);
+    }
+    __syncthreads();
+}
+
+/* >>encoding: the desk's values as codes and metadata of side 1, each kind in the steps of its format_*.h */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
+    enum { NEXT = TKVCU_LINE * tkvcu_desk<Dim>::STRIDE };
+    const tkvi_side *s = &d->side[1];
+    const int position = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    const float mean = s->mean ? s->mean[position] : 0.0f;
+    float *x = d->x + part * tkvcu_desk<Dim>::STRIDE + tkvi_channel(s, position);
+    float y[TKVCU_PART], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    int u[TKVCU_PART], i, k, best = 0, far;
+    uint8_t log, by;
+    tkvi_column c;
+    c.n = TKVI_BLOCK;
+    c.width = tkvcu_width_at(s, position);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        y[i] = tkvi_a_residual(x[i * NEXT], mean);
+        low = y[i] < low ? y[i] : low;
+        high = y[i] > high ? y[i] : high;
+    }
+    c.low = tkvcu_least<TKVCU_LINE>(low);
+    c.step = tkvi_a_step(c.low, tkvcu_most<TKVCU_LINE>(high), &inverse);
+    c.sum_u = c.sum_uu = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        u[i] = tkvi_a_integer(y[i], c.low, inverse);
+        c.sum_u += u[i];
+        c.sum_uu += u[i] * u[i];
+    }
+    c.sum_u = tkvcu_total<TKVCU_LINE>(c.sum_u);
+    c.sum_uu = tkvcu_total<TKVCU_LINE>(c.sum_uu);
+    c.sum_c = c.sum_cc = c.sum_cu = 0;
+    TKVCU_ROLL
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const int cut = tkvi_a_ranges[k].cut[c.width], times = tkvi_a_ranges[k].by[c.width];
+        int sum = 0, squares = 0, products = 0;
+        float score;
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const int code = tkvi_cut_code(u[i], cut, times, (1 << c.width) - 1);
+            sum += code;
+            squares += code * code;
+            products += code * u[i];
+        }
+        sum = tkvcu_total<TKVCU_LINE>(sum);
+        squares = tkvcu_total<TKVCU_LINE>(squares);
+        products = tkvcu_total<TKVCU_LINE>(products);
+        score = tkvi_a_score(c.n, c.sum_u, sum, squares, products);
+        if (score > most) {
+            most = score;
+            best = k;
+            c.sum_c = sum;
+            c.sum_cc = squares;
+            c.sum_cu = products;
+        }
+    }
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++)
+        *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
+            u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
+    far = tkvi_a_settle(&c, s->top, &log, &by, &middle);
+    if (__any_sync(0xffffffffu, far)) {
+        int offset, sum = 0;
+        float scale = 0.0f;
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++)
+            x[i * NEXT] = (float)u[i]; /* a loop that is rolled finds no registers */
+        if (far) {
+            log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
+            scale = tkvi_log_value(log, s->top);
+            TKVCU_ROLL
+            for (i = 0; i < TKVCU_PART; i++) {
+                const int code = tkvi_a_far_code(&c, (int)x[i * NEXT], scale, offset);
+                *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)code;
+                sum += code;
+            }
+        }
+        sum = tkvcu_total<TKVCU_LINE>(sum);
+        if (far) by = tkvi_a_far_offset(&c, scale, sum);
+    }
+    if (part == 0) tkvi_a_put(c.width, log, by, middle, &d->meta[position], &d->meta[Dim + position]);
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
+    enum {
+        LINE = Dim / TKVCU_PART,
+        PAIR = 16 / LINE
+    }; /* channels c and c + 16 are so many of a thread's apart */
+    const tkvi_side *s = &d->side[1];
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE, bits = s->half_bits / 2;
+    float y[TKVCU_PART], most = 0.0f, by, unit;
+    int u[TKVCU_PART], i, squares = 0, sum = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) /* as format_r.h; bfloat16 has more */
+        y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
+    tkvcu_rotate<LINE>(y, part, 0);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        const float a = fabsf(y[i]);
+        most = a > most ? a : most;
+    }
+    most = tkvcu_most<LINE>(most);
+    most = most < 1e30f ? most : 1e30f;
+    by = tkvi_r_by(most);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) {
+        u[i] = tkvi_r_integer(y[i], by);
+        squares += u[i] * u[i];
+    }
+    squares = tkvcu_total<LINE>(squares);
+    if (squares == 0) squares = 1;
+    unit = tkvi_r_unit(squares, Dim);
+    if (s->pairs) {
+        const float fine = tkvi_r_fine(unit);
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++) {
+            const int c = LINE * i + part;
+            if (i / PAIR % 2 == 0)
+                *tkvi_v_code(d->code, c / 32 * 16 + c % 16, t) =
+                    (uint8_t)tkvi_r_pair(u[i], u[(i + PAIR) % TKVCU_PART], fine, &sum);
         }
     } else {
-        const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
-        tkvcu_walk w = tkvcu_walk_of(s);
-        while (tkvcu_walk_next(&w)) tkvi_unpack_tile(src, &w.at, w.width, code[w.i]);
-        for (i = me; i < n; i += all)
-            tkvcu_meta(s, from->kind, src + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        const float fine = tkvi_f32(unit / tkvi_r_step[bits]);
+        TKVCU_UNROLL
+        for (i = 0; i < TKVCU_PART; i++)
+            *tkvi_v_code(d->code, LINE * i + part, t) = (uint8_t)tkvi_r_grid(u[i], fine, bits, 0, &sum);
+    }
+    sum = tkvcu_total<LINE>(sum);
+    __syncwarp();
+    if (part == 0) {
+        const float scale = tkvi_r_scale(most, squares, sum);
+        d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, d->code, scale), s->top);
+    }
+}
+
+/* Codes of a group of 64 that `Threads` neighbours have; *scale and *zero are halves. */
+template <int Threads>
+TKVCU_DEVICE void tkvcu_kivi_group(const float *x, int bits, int fit, int *code, uint16_t *scale,
+                                   uint16_t *zero) {
+    enum { N = TKVI_BLOCK / Threads };
+    const int top = (1 << bits) - 1;
+    float v[N], low = 0.0f, high = 0.0f, range, inverse = 0.0f, a, b;
+    uint16_t u[N];
+    uint8_t meta[4];
+    tkvi_group g;
+    int i, k;
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) {
+        v[i] = tkvi_clampf(x[i], -TKVI_F16_MAX, TKVI_F16_MAX);
+        low = i == 0 || v[i] < low ? v[i] : low;
+        high = i == 0 || v[i] > high ? v[i] : high;
+    }
+    low = tkvcu_least<Threads>(low);
+    high = tkvcu_most<Threads>(high);
+    range = tkvi_f32(high - low);
+    if (fit) {
+        int sum_u = 0, sum_uu = 0;
+        if (high > low) inverse = tkvi_group_open(&g, TKVI_BLOCK, low, high);
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) {
+            u[i] = (uint16_t)tkvi_group_value(v[i], low, high, inverse);
+            sum_u += u[i];
+            sum_uu += u[i] * u[i];
+        }
+        g.sum_u = tkvcu_total<Threads>(sum_u);
+        g.sum_uu = tkvcu_total<Threads>(sum_uu);
+    }
+    if (fit & TKV_FIT_CLIP) {
+        int64_t least = tkvcu_total<Threads>(tkvi_cut_error(u, N, 0, top));
+        int best = 0;
+        TKVCU_ROLL
+        for (k = 1; k < TKVI_FIT_TRIES; k++) {
+            const int64_t error = tkvcu_total<Threads>(tkvi_cut_error(u, N, k * TKVI_FIT_CUT, top));
+            best = error < least ? k : best;
+            least = error < least ? error : least;
+        }
+        if (inverse > 0.0f) tkvi_clip_to(&g, best, &low, &range);
+    }
+    tkvi_kivi_put(low, range, (float)top, meta, meta + 2, &a, &b);
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) code[i] = tkvi_kivi_code(v[i], a, b, (float)top);
+    if (fit & (TKV_FIT_NORM | TKV_FIT_UNBIASED)) {
+        int sum = 0, squares = 0, products = 0;
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) {
+            sum += code[i];
+            squares += code[i] * code[i];
+            products += code[i] * u[i];
+        }
+        sum = tkvcu_total<Threads>(sum);
+        squares = tkvcu_total<Threads>(squares);
+        products = tkvcu_total<Threads>(products);
+        if (inverse > 0.0f)
+            tkvi_moments_of(&g, sum, squares, products, fit & TKV_FIT_UNBIASED, meta, meta + 2);
+    }
+    *scale = tkvi_load16(meta);
+    *zero = tkvi_load16(meta + 2);
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_k(tkvcu_desk<Dim> *d) {
+    const tkvi_side *s = &d->side[1];
+    const int channel = tkvcu_me() / TKVCU_LINE, part = tkvcu_me() % TKVCU_LINE;
+    float x[TKVCU_PART];
+    uint16_t scale, zero;
+    int code[TKVCU_PART], i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) x[i] = d->x[(TKVCU_LINE * i + part) * tkvcu_desk<Dim>::STRIDE + channel];
+    tkvcu_kivi_group<TKVCU_LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_PART; i++) *tkvi_k_code(d->code, channel, TKVCU_LINE * i + part) = (uint8_t)code[i];
+    if (part == 0) {
+        tkvi_store16(d->meta + 2 * channel, scale);
+        tkvi_store16(d->meta + 2 * (Dim + channel), zero);
+    }
+}
+
+template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_desk<Dim> *d) {
+    enum { LINE = Dim / TKVCU_PART, N = TKVI_BLOCK / LINE, GROUPS = Dim / TKVI_BLOCK };
+    const tkvi_side *s = &d->side[1];
+    const int t = tkvcu_me() / LINE, part = tkvcu_me() % LINE;
+    int g, i;
+    TKVCU_ROLL
+    for (g = 0; g < GROUPS; g++) {
+        float x[N];
+        uint16_t scale, zero;
+        int code[N];
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) x[i] = d->x[t * tkvcu_desk<Dim>::STRIDE + TKVI_BLOCK * g + LINE * i + part];
+        tkvcu_kivi_group<LINE>(x, s->format->bits, s->fit, code, &scale, &zero);
+        TKVCU_UNROLL
+        for (i = 0; i < N; i++) *tkvi_v_code(d->code, TKVI_BLOCK * g + LINE * i + part, t) = (uint8_t)code[i];
+        if (part == 0) {
+            tkvi_store16(d->meta + 2 * (TKVI_BLOCK * g + t), scale);
+            tkvi_store16(d->meta + 2 * (Dim + TKVI_BLOCK * g + t), zero);
+        }
+    }
+}
+
+/* Values to a side at dst, by all threads. Codes are packed in shared memory, where the values were. */
+template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_desk<Dim> *d, int kind, uint8_t *dst) {
+    const tkvi_side *s = &d->side[1];
+    const int me = tkvcu_me(), all = tkvcu_desk<Dim>::THREADS, codes = (int)s->code_bytes;
+    const tkvcu_16 none = {{0, 0}};
+    int i, upper;
+    if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
+    else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
+    else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
+    else tkvcu_encode_kivi_v<Dim>(d);
+    __syncthreads();
+    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_16 *)(void *)(d->bytes + i) = none;
+    /* Of two tiles that share a vector of 1-bit halves, one after the other. */
+    TKVCU_ROLL
+    for (upper = 0; upper < 2; upper++) {
         __syncthreads();
-        for (i = me; i < (s->which == TKV_V ? TKVI_BLOCK : dim); i += all)
-            if (s->which == TKV_V) tkvcu_v_token(d, code, i, x + i * stride);
-            else
-                tkvi_k_values(s, tkvcu_width_at(s, i), code[i / 4], i, 0, TKVI_BLOCK, d->scale, d->zero, x,
-                              (size_t)stride);
+        if (me < Dim / 4 * 8) { /* an eighth of a tile */
+            const int tile = me / 8, first = me % 8 * 8;
+            tkvi_tile_at at;
+            const int width = tkvcu_tile_of(s, tile, &at);
+            if (width && (tkvi_has_half[width] && at.half % 2) == upper)
+                tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        }
     }
     __syncthreads();
-    if (from->kind == TKVCU_R) tkvcu_rotate(x, dim, 1);
-}
-
-/* >>encoding: the desk's values as side 1, each kind in the steps of its format_*.h. dst was cleared. */
-__device__ static inline void tkvcu_encode_a(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim, me = (int)threadIdx.x, all = (int)blockDim.x;
-    uint8_t(*column)[TKVI_BLOCK] = (uint8_t(*)[TKVI_BLOCK])tkvcu_codes_of(d, dim);
-    tkvi_columns *columns = tkvcu_columns_of(d);
-    tkvcu_walk w;
-    int p;
-    for (p = me; p < dim; p += all) {
-        const int from = tkvi_channel(s, p);
-        d->channel[p] = (uint8_t)from;
-        d->width[from] = (uint8_t)tkvcu_width_at(s, p);
-        d->mean[from] = s->mean ? s->mean[p] : 0.0f;
-    }
-    for (p = me * TKVI_LANES; p < dim; p += all * TKVI_LANES) {
-        tkvi_columns *c = &columns[p / TKVI_LANES];
-        c->x = tkvcu_values_of(d, dim) + p;
-        c->stride = (size_t)dim + 1;
-        c->n = TKVI_BLOCK;
-        c->lanes = TKVI_LANES;
-        c->mean = d->mean + p;
-        c->width = d->width + p;
-        c->code = column + p;
-        c->log = d->log + p;
-        c->offset = d->by + p;
-        c->middle = d->middle + p;
-    }
+    for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
+        *(tkvcu_16 *)(void *)(dst + i) =
+            *(const tkvcu_16 *)(const void *)(i < codes ? d->bytes + i : d->meta + (i - codes));
     __syncthreads();
-    for (p = me; p < dim; p += all) {
-        tkvi_columns *c = &columns[p / TKVI_LANES];
-        tkvi_a_integers(c, p % TKVI_LANES);
-        tkvi_a_search(c, p % TKVI_LANES);
-        if (tkvi_a_settle(c, p % TKVI_LANES, s->top)) tkvi_a_recode(c, p % TKVI_LANES, s->top);
-    }
-    __syncthreads();
-    for (w = tkvcu_walk_of(s); tkvcu_walk_next(&w);) {
-        alignas(8) uint8_t tile[TKVI_TILE_CODES];
-        tkvi_weave_scalar(column, d->channel + 4 * w.i, tile);
-        tkvi_pack_tile(dst, &w.at, w.width, tile);
-    }
-    for (p = me; p < dim; p += all) {
-        const int c = d->channel[p];
-        uint8_t *meta = dst + s->code_bytes + p;
-        tkvi_a_put(d->width[c], d->log[c], d->by[c], d->middle[c], meta, meta + dim);
-    }
 }
 
-__device__ static inline void tkvcu_pack(const tkvi_side *s, uint8_t (*code)[TKVI_TILE_CODES], uint8_t *dst) {
-    tkvcu_walk w = tkvcu_walk_of(s);
-    while (tkvcu_walk_next(&w)) tkvi_pack_tile(dst, &w.at, w.width, code[w.i]);
-}
-
-__device__ static inline void tkvcu_encode_r(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim;
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
-    int t;
-    tkvcu_rotate(x, dim, 0);
-    for (t = (int)threadIdx.x; t < TKVI_BLOCK; t += (int)blockDim.x) {
-        const float scale = tkvi_r_rotated(s, x + t * (dim + 1), t, code);
-        dst[s->code_bytes + (size_t)t] =
-            (uint8_t)tkvi_log_code(tkvi_r_close(s, t, TKVI_BLOCK, code, scale), s->top);
-    }
-    __syncthreads();
-    tkvcu_pack(s, code, dst);
-}
-
-__device__ static inline void tkvcu_encode_kivi(tkvcu_desk *d, uint8_t *dst) {
-    const tkvi_side *s = &d->side[1];
-    const int dim = s->dim, n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : dim);
-    uint8_t(*code)[TKVI_TILE_CODES] = (uint8_t(*)[TKVI_TILE_CODES])tkvcu_codes_of(d, dim);
-    float *x = tkvcu_values_of(d, dim);
-    uint8_t *meta = dst + s->code_bytes;
-    int i;
-    for (i = (int)threadIdx.x; i < n; i += (int)blockDim.x)
-        if (s->which == TKV_V)
-            tkvi_kivi_row(s, x + i % TKVI_BLOCK * (dim + 1), i / TKVI_BLOCK, i % TKVI_BLOCK, code, meta);
-        else tkvi_kivi_column(s, x, (size_t)dim + 1, TKVI_BLOCK, i / dim, i % dim, code, meta);
-    __syncthreads();
-    tkvcu_pack(s, code, dst);
-}
-
-__device__ static inline void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
+TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64, aligned to 16 */
+    const tkvcu_16 none = {{0, 0}};
     size_t i;
-    for (i = (size_t)threadIdx.x * 8; i < n; i += (size_t)blockDim.x * 8) tkvi_store8(dst + i, 0);
-}
-
-__device__ static inline void tkvcu_encode(tkvcu_desk *d, int kind, uint8_t *dst) {
-    tkvcu_zero_bytes(dst, d->side[1].bytes);
-    __syncthreads();
-    if (kind == TKVCU_A) tkvcu_encode_a(d, dst);
-    else if (kind == TKVCU_R) tkvcu_encode_r(d, dst);
-    else tkvcu_encode_kivi(d, dst);
-    __syncthreads();
+    for (i = (size_t)threadIdx.x * 16; i < n; i += (size_t)blockDim.x * 16)
+        *(tkvcu_16 *)(void *)(dst + i) = none;
 }
 
 #endif /* TKVCU_ENCODE_H */

@@ -87,7 +87,7 @@ template <int D, int MT> struct tkvcu_prefill { /* what a block of threads share
     tkvcu_prefill_task task;
 };
 
-template <int D, int MT> struct tkvcu_rows { /* of a lane: rows g and g + 8 of each m-tile */
+template <int D, int MT> struct tkvcu_row_sums { /* of a lane: rows g and g + 8 of each m-tile */
     float m[MT][2], l[MT][2];
     float o[MT][D / 8][4];
     int top; /* o is in units of 2^top */
@@ -360,7 +360,7 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
 /* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it must. By all
  * threads. */
 template <int D, int MT>
-TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u, int rows, int tid) {
+TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
     const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
     float most[2] = {k.most, v.most};
     int which, i, c, mt, exponent[2];
@@ -446,7 +446,7 @@ TKVCU_DEVICE void tkvcu_zeros_of(const tkvcu_prefill<D, MT> &s, float zeros[MT][
 }
 
 /* New maxima of the rows: the running ones move where they grew by much, or began. */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_rows<D, MT> &u, float most[MT][2]) {
+template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_row_sums<D, MT> &u, float most[MT][2]) {
     int mt, i, c, grew = 0;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
@@ -474,7 +474,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_follow_rows(tkvcu_rows<D, MT> &
 
 /* The tiles' tokens, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u,
+TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
                                  const tkvcu_strip &strip, int exponent, int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
     const int first = 16 * MT * warp, g = lane / 4, t = lane % 4;
@@ -732,7 +732,7 @@ TKVCU_DEVICE void tkvcu_fetch_strip(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
 
 /* The task's run. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_rows<D, MT> &u,
+TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u,
                                       int tid) {
     tkvcu_strip strip = tkvcu_next_strip(j, s, s.task.first);
     tkvcu_fetch_strip(j, s, strip, tid);
@@ -762,7 +762,7 @@ TKVCU_DEVICE void tkvcu_prefill_units(const tkvcu_job &j, tkvcu_prefill<D, MT> &
 }
 
 /* >>parts */
-template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_rows<D, MT> &u) {
+template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_row_sums<D, MT> &u) {
     int mt, i, c;
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) {
@@ -780,7 +780,7 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_begin_rows(tkvcu_rows<D, MT> &u
 /* The end of a part: into the workspace, [slot][rows of all blocks][m, l, o ...]. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> &s,
-                                 const tkvcu_rows<D, MT> &u, int tid) {
+                                 const tkvcu_row_sums<D, MT> &u, int tid) {
     const tkvcu_prefill_task &k = s.task;
     const int slot = (int)blockIdx.x + (k.entry * j.view.n_kv_heads + k.head) * TKVCU_PARTS + k.part;
     float *out = j.partial + ((size_t)slot * gridDim.y + blockIdx.y) * (size_t)(64 * MT * (D + 2));
@@ -853,7 +853,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
     }
     __syncthreads();
     while (s.task.left > 0) {
-        tkvcu_rows<D, MT> u;
+        tkvcu_row_sums<D, MT> u;
         tkvcu_begin_rows(u);
         while (s.task.left > 0) {
             tkvcu_prefill_run(j, s, tkvcu_anew(tid));
