@@ -1,14 +1,15 @@
 /*
- * gpu_bench.cu - how fast tieredkv_cuda.cu decodes: microseconds of a layer, bytes a second, their share of what the
+ * gpu_bench.cu - how fast tieredkv_cuda.cu attends: microseconds of a layer, bytes a second, their share of what the
  * memory gives to a kernel that only reads (measured first).
  *
  *     nvcc -O3 -arch=native bench/gpu_bench.cu -o gpu_bench && ./gpu_bench                    make gpu-bench
  *     ./gpu_bench --csv file       the same for a program to read; gpu_sdpa.py puts PyTorch beside it
  *     ./gpu_bench --small          small shapes, to see that it runs
  *
- * 32 query heads, 8 KV heads of 128 channels, one query of each sequence. Each shape has as many layers as it takes to
- * be 4 times as large as the L2 cache, and a graph runs through all of them: every byte comes from memory. Times are
- * medians of 50 graphs. Lengths are read on the device, as in use. Values are random; tables are those of equal shares.
+ * 32 query heads, 8 KV heads of 128 channels, one query of each sequence; then a chunk of a prompt, 64 queries. Each
+ * shape has as many layers as it takes to be 4 times as large as the L2 cache, and a graph runs through all of them:
+ * every byte comes from memory. Times are medians of 50 graphs. Lengths are read on the device, as in use. Values are
+ * random; tables are those of equal shares.
  */
 #include "../tieredkv_cuda.cu"
 
@@ -149,16 +150,17 @@ typedef struct plan {
     const char *name;
     int hot; /* tokens; 0: 64 */
     tkv_pair warm, archive;
+    int chunks; /* 1: also measured with many queries */
 } plan;
 
 static const plan plans[] = {
-    {"fp16", TKV_ALL, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
-    {"8 bits", 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {"4 bits", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
-    {"3 bits", 0, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
-    {"2 bits", 0, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
-    {"balanced", 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
-    {"compact", 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {"fp16", TKV_ALL, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 1},
+    {"8 bits", 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+    {"4 bits", 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}, 1},
+    {"3 bits", 0, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}, 0},
+    {"2 bits", 0, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}, 0},
+    {"balanced", 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, 1},
+    {"compact", 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
 };
 enum { PLANS = sizeof plans / sizeof *plans };
 
@@ -194,11 +196,12 @@ typedef struct figures {
     int layers;
 } figures;
 
-/* 0: it does not fit. */
-static int measure(const device *d, const plan *p, int batch, int context, int runs, figures *f) {
+/* As many tokens are appended at a time as there are queries. 0: it does not fit. */
+static int measure(const device *d, const plan *p, int batch, int context, int queries, int runs,
+                   figures *f) {
     tkv_config cfg = config_of(p, batch, context);
-    tkvcu_desc desc = {&cfg, 0, 0, 1};
-    const size_t values = (size_t)batch * CHUNK * KV_HEADS * DIM, row = (size_t)batch * HEADS * DIM;
+    tkvcu_desc desc = {&cfg, 0, 0, queries};
+    const size_t values = (size_t)batch * CHUNK * KV_HEADS * DIM, row = (size_t)batch * queries * HEADS * DIM;
     size_t cache_bytes, work_bytes;
     uint16_t *k, *v, *q, *out;
     uint32_t word = 1;
@@ -231,7 +234,7 @@ static int measure(const device *d, const plan *p, int batch, int context, int r
         MUST(cudaDeviceSynchronize());
         attend = graph_begin();
         for (i = 0; i < cfg.n_layers; i++)
-            MUST(tkvcu_attend(cu, i, q, TKV_TYPE_F16, 1, NULL, out, NULL, NULL, attend.stream));
+            MUST(tkvcu_attend(cu, i, q, TKV_TYPE_F16, queries, NULL, out, NULL, NULL, attend.stream));
         graph_end(&attend);
         (void)timed(&attend, 3);
         f->layers = cfg.n_layers;
@@ -239,10 +242,11 @@ static int measure(const device *d, const plan *p, int batch, int context, int r
         f->attend = median(timed(&attend, runs)) / cfg.n_layers;
         append = graph_begin();
         for (i = 0; i < cfg.n_layers; i++)
-            MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, 1, NULL, append.stream));
+            MUST(tkvcu_append(cu, i, k, v, TKV_TYPE_F16, queries, NULL, append.stream));
         graph_end(&append);
         (void)timed(&append, 1);
-        const std::vector<double> us = timed(&append, 2 * TKVI_BLOCK); /* two blocks move in each tier */
+        const std::vector<double> us =
+            timed(&append, 2 * TKVI_BLOCK / queries); /* two blocks move in each tier */
         f->append = f->append_most = 0.0;
         for (double x : us) {
             f->append += x / cfg.n_layers / (double)us.size();
@@ -258,6 +262,19 @@ static int measure(const device *d, const plan *p, int batch, int context, int r
     for (void *m : {cache, work, (void *)k, (void *)v, (void *)q, (void *)out})
         if (m) MUST(cudaFree(m));
     return fits;
+}
+
+/* Measures, and says so where it cannot. */
+static int report(const device *d, const plan *p, int batch, int context, int queries, int small, FILE *csv,
+                  figures *f) {
+    if (!measure(d, p, batch, context, queries, small ? 1 : RUNS, f)) {
+        printf("%-9s %5d %7d   more memory than there is\n", p->name, batch, context);
+        return 0;
+    }
+    if (csv)
+        fprintf(csv, "%s,%d,%d,%d,%.0f,%.3f,%.0f,%.3f,%.3f,%d\n", p->name, batch, queries, context, f->bytes,
+                f->attend, d->read, f->append, f->append_most, f->layers);
+    return 1;
 }
 
 int main(int argc, char **argv) {
@@ -286,31 +303,39 @@ int main(int argc, char **argv) {
     d.read = read_bandwidth(&d, small);
     printf("%s, %d processors, L2 cache of %.0f MB; reading alone: %.2f TB/s\n", about.name, d.processors,
            (double)d.l2 / 1e6, d.read / 1e12);
+    if (csv_name) csv = fopen(csv_name, "w");
+    if (csv) fprintf(csv, "plan,batch,queries,tokens,bytes,us,read,append,append_most,layers\n");
     printf("us, MB: of a layer; append: mean of 128 tokens, the most of one\n\n");
     printf("%-9s %5s %7s %9s %9s %6s %6s %8s %8s %8s\n", "plan", "batch", "tokens", "MB", "us", "TB/s",
            "share", "by fp16", "append", "most");
-    if (csv_name) csv = fopen(csv_name, "w");
-    if (csv) fprintf(csv, "plan,batch,tokens,bytes,us,read,append,append_most,layers\n");
     for (b = 0; b < 2; b++)
         for (c = 0; c < (small ? 1 : 3); c++) {
             const int context = small ? 256 : contexts[c], batch = batches[b];
             double fp16 = 0.0;
             for (i = 0; i < PLANS; i++) {
                 figures f;
-                if (!measure(&d, &plans[i], batch, context, small ? 1 : RUNS, &f)) {
-                    printf("%-9s %5d %7d   more memory than there is\n", plans[i].name, batch, context);
-                    continue;
-                }
+                if (!report(&d, &plans[i], batch, context, 1, small, csv, &f)) continue;
                 if (i == 0) fp16 = f.attend;
                 printf("%-9s %5d %7d %9.2f %9.1f %6.2f %5.0f%% %7.2fx %8.1f %8.1f\n", plans[i].name, batch,
                        context, f.bytes / 1e6, f.attend, f.bytes / f.attend / 1e6,
                        100.0 * f.bytes / f.attend * 1e6 / d.read, fp16 / f.attend, f.append, f.append_most);
                 fflush(stdout);
-                if (csv)
-                    fprintf(csv, "%s,%d,%d,%.0f,%.3f,%.0f,%.3f,%.3f,%d\n", plans[i].name, batch, context,
-                            f.bytes, f.attend, d.read, f.append, f.append_most, f.layers);
             }
         }
+    printf("\n%d queries at the end of so many tokens, batch 1; append: of %d tokens\n\n", CHUNK, CHUNK);
+    printf("%-9s %7s %9s %8s %8s %8s\n", "plan", "tokens", "us", "TFLOP/s", "by fp16", "append");
+    for (c = 0; c < (small ? 1 : 2); c++) {
+        const int context = small ? 256 : contexts[c];
+        double fp16 = 0.0;
+        for (i = 0; i < PLANS; i++) {
+            figures f;
+            if (!plans[i].chunks || !report(&d, &plans[i], 1, context, CHUNK, small, csv, &f)) continue;
+            if (i == 0) fp16 = f.attend;
+            printf("%-9s %7d %9.1f %8.1f %7.2fx %8.1f\n", plans[i].name, context, f.attend,
+                   4.0 * CHUNK * context * HEADS * DIM / f.attend / 1e6, fp16 / f.attend, f.append);
+            fflush(stdout);
+        }
+    }
     if (csv && fclose(csv)) {
         fprintf(stderr, "%s was not written\n", csv_name);
         return 1;

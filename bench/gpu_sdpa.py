@@ -4,16 +4,18 @@
     ./build/gpu_bench --csv build/gpu_bench.csv && python3 bench/gpu_sdpa.py build/gpu_bench.csv      make gpu-bench
 
 scaled_dot_product_attention with grouped heads, by FlashAttention and by cuDNN, each in a CUDA graph that walks over
-copies of K and V, together at least 4 times the L2 cache. Medians of 50 graphs.
+copies of K and V, together at least 4 times the L2 cache. Medians of 50 graphs. Chunks of a prompt see all tokens here,
+not each a few less than the next.
 """
 import csv
 import sys
 
 HEADS, KV_HEADS, DIM, RUNS = 32, 8, 128, 50
-SHAPES = [(batch, tokens) for batch in (1, 8) for tokens in (8192, 32768, 131072)]
+SHAPES = [(batch, 1, tokens) for batch in (1, 8) for tokens in (8192, 32768, 131072)]
+SHAPES += [(1, 64, tokens) for tokens in (8192, 32768)]
 
 
-def measure(torch, backend, batch, tokens):
+def measure(torch, backend, batch, queries, tokens):
     """Microseconds of one call; None: this backend does not take the shape."""
     from torch.nn.attention import sdpa_kernel
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -21,7 +23,7 @@ def measure(torch, backend, batch, tokens):
     copies = max(2, 4 * torch.cuda.get_device_properties(0).L2_cache_size // one + 1)
     if one * copies > torch.cuda.mem_get_info()[0]:
         return None
-    q = torch.randn(batch, HEADS, 1, DIM, dtype=torch.float16, device="cuda")
+    q = torch.randn(batch, HEADS, queries, DIM, dtype=torch.float16, device="cuda")
     kv = [[torch.randn(batch, KV_HEADS, tokens, DIM, dtype=torch.float16, device="cuda") for _ in range(2)]
           for _ in range(copies)]
     try:
@@ -62,19 +64,19 @@ def main(args):
     from torch.nn.attention import SDPBackend
     rows = list(csv.DictReader(open(args[0]))) if args else []
     print("%s, PyTorch %s" % (torch.cuda.get_device_name(), torch.__version__))
-    for batch, tokens in SHAPES:
+    for batch, queries, tokens in SHAPES:
         us = {}
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-            us[name] = measure(torch, backend, batch, tokens)
+            us[name] = measure(torch, backend, batch, queries, tokens)
             torch.cuda.empty_cache()
         here = {name: t for name, t in us.items() if t}
         for name, t in here.items():
-            print("%-9s %5d %7d %9.1f us %6.2f TB/s" %
-                  (name, batch, tokens, t, 4.0 * batch * tokens * KV_HEADS * DIM / t / 1e6))
+            print("%-9s %5d %3d %7d %9.1f us %6.2f TB/s" %
+                  (name, batch, queries, tokens, t, 4.0 * batch * tokens * KV_HEADS * DIM / t / 1e6))
         for row in rows:
-            if here and (int(row["batch"]), int(row["tokens"])) == (batch, tokens):
-                print("%-9s %5d %7d %9.1f us %6.2f times as fast as %s; append %.1f %% of it" %
-                      (row["plan"], batch, tokens, float(row["us"]), min(here.values()) / float(row["us"]),
+            if here and tuple(int(row[x]) for x in ("batch", "queries", "tokens")) == (batch, queries, tokens):
+                print("%-9s %5d %3d %7d %9.1f us %6.2f times as fast as %s; append %.1f %% of it" %
+                      (row["plan"], batch, queries, tokens, float(row["us"]), min(here.values()) / float(row["us"]),
                        min(here, key=here.get), 100 * float(row["append"]) / float(row["us"])))
     return 0
 

@@ -359,6 +359,17 @@ static inline float tkvcu_f16_hi(uint32_t x) { return cpu_half(x >> 16); }
 static inline float tkvcu_bf16_lo(uint32_t x) { return cpu_bfloat(x & 0xffffu); }
 static inline float tkvcu_bf16_hi(uint32_t x) { return cpu_bfloat(x >> 16); }
 
+static inline uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    return tkvcu_f16x2(tkvcu_f16_lo(a) * tkvcu_f16_lo(b), tkvcu_f16_lo(a >> 16) * tkvcu_f16_lo(b >> 16));
+}
+/* One rounding: sums of products of halves are exact in double, near enough. */
+static inline uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    const double lo = (double)tkvcu_f16_lo(a) * (double)tkvcu_f16_lo(b) + (double)tkvcu_f16_lo(c);
+    const double hi =
+        (double)tkvcu_f16_lo(a >> 16) * (double)tkvcu_f16_lo(b >> 16) + (double)tkvcu_f16_lo(c >> 16);
+    return tkvcu_f16x2((float)lo, (float)hi);
+}
+
 static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     const uint64_t all = (uint64_t)b << 32 | a;
     uint32_t out = 0;

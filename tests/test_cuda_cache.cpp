@@ -90,7 +90,7 @@ static tkv_config config_of(const char *preset, int head_dim) {
 }
 
 static int rig_open(rig *r, const tkv_config *cfg) {
-    tkvcu_desc desc = {cfg, 0, 0, 8};
+    tkvcu_desc desc = {cfg, 0, 0, TKVCU_MAX_QUERIES};
     size_t cache = 0, work = 0, row = (size_t)(cfg->n_kv_heads * cfg->head_dim) * sizeof(float);
     char why[160];
     int st;
@@ -564,15 +564,17 @@ TEST(attends_as_the_host) {
         tkvcu_attend_params p = {0.2f, 20.0f, 0, NULL};
         rig r;
         if (rig_alike(&r, &cfg)) {
-            query a = query_of(&r, 1), b = query_of(&r, 5);
+            query a = query_of(&r, 1), b = query_of(&r, 5), c = query_of(&r, TKVCU_MAX_QUERIES);
             for (n = 1; n < 420; n = 2 * n + 5) {
                 grow(&r, 1, n, 0);
                 attends(&r, &a, 1, 0, NULL);
             }
             attends(&r, &b, 1, 1, NULL);
+            attends(&r, &c, 1, 1, NULL);
             attends(&r, &b, 1, 0, &p);
             p.window = 150;
             attends(&r, &a, 1, 0, &p);
+            attends(&r, &c, 1, 0, &p);
             p.window = TKV_NONE;
             p.d_sinks = (const float *)(const void *)a.sinks.mem;
             attends(&r, &a, 1, 0, &p);
@@ -581,6 +583,7 @@ TEST(attends_as_the_host) {
             attends(&r, &b, 1, 0, &p);
             query_close(&a);
             query_close(&b);
+            query_close(&c);
         }
         rig_close(&r);
     }
@@ -613,10 +616,12 @@ TEST(other_plans) {
         cfg.archive.v = plan[i].v[1];
         if (rig_alike(&r, &cfg)) {
             r.step = plan[i].step;
-            query a = query_of(&r, 2);
+            query a = query_of(&r, 2), b = query_of(&r, 13);
             grow(&r, 1, 500, 1);
             attends(&r, &a, 1, 0, NULL);
+            attends(&r, &b, 1, 0, NULL);
             query_close(&a);
+            query_close(&b);
         }
         rig_close(&r);
     }
@@ -643,23 +648,25 @@ TEST(graphs) {
     const int32_t map[2] = {1, 0};
     std::vector<float> k(2 * row), v(2 * row);
     cudaStream_t stream = NULL;
-    cudaGraphExec_t append, attend;
+    cudaGraphExec_t append, attend[2];
     rig r;
-    int n, i;
+    int n, i, j;
     cfg.n_layers = 1;
     cfg.precise = 1; /* on the host: 2e-3 at most */
     if (rig_alike(&r, &cfg)) {
-        query a = query_of(&r, 1);
-        std::vector<float> want(a.row);
+        query a[2] = {query_of(&r, 1), query_of(&r, 9)};
         put(&r.map, map, sizeof map);
         CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
         capture(stream);
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
         append = captured(stream);
-        capture(stream);
-        CHECK_EQ(tkvcu_attend(r.cu, 0, a.q.mem, TKV_TYPE_F32, 1, NULL, a.out.mem, NULL, map_of(&r), stream),
-                 TKV_OK);
-        attend = captured(stream);
+        for (i = 0; i < 2; i++) {
+            capture(stream);
+            CHECK_EQ(tkvcu_attend(r.cu, 0, a[i].q.mem, TKV_TYPE_F32, a[i].n, NULL, a[i].out.mem, NULL,
+                                  map_of(&r), stream),
+                     TKV_OK);
+            attend[i] = captured(stream);
+        }
         for (n = 1; n <= 340; n++) {
             for (i = 0; i < 2; i++) {
                 tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
@@ -672,19 +679,27 @@ TEST(graphs) {
             CHECK_EQ(cudaGraphLaunch(append, stream), cudaSuccess);
             CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
             if (n % 64 > 5) continue;
-            CHECK_EQ(cudaGraphLaunch(attend, stream), cudaSuccess);
-            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-            for (i = 0; i < 2; i++) {
-                same(&r, map[i], map[i], n);
-                CHECK_EQ(tkv_attend(r.kv, map[i], 0, a.x.data() + (size_t)i * a.row, 1, want.data()), TKV_OK);
-                CHECK_LE(error_of(floats(&a.out, (size_t)i * a.row, a.row), want),
-                         5e-3); /* both approximate */
+            for (i = 0; i < 2; i++) same(&r, map[i], map[i], n);
+            for (j = 0; j <= (n >= a[1].n && n % 64 == 5); j++) {
+                const size_t values = (size_t)a[j].n * a[j].row;
+                std::vector<float> want(values);
+                CHECK_EQ(cudaGraphLaunch(attend[j], stream), cudaSuccess);
+                CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+                for (i = 0; i < 2; i++) {
+                    CHECK_EQ(
+                        tkv_attend(r.kv, map[i], 0, a[j].x.data() + (size_t)i * values, a[j].n, want.data()),
+                        TKV_OK);
+                    CHECK_LE(error_of(floats(&a[j].out, (size_t)i * values, values), want),
+                             5e-3); /* both approximate */
+                }
             }
         }
         CHECK_EQ(cudaGraphExecDestroy(append), cudaSuccess);
-        CHECK_EQ(cudaGraphExecDestroy(attend), cudaSuccess);
+        for (i = 0; i < 2; i++) {
+            CHECK_EQ(cudaGraphExecDestroy(attend[i]), cudaSuccess);
+            query_close(&a[i]);
+        }
         CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
-        query_close(&a);
     }
     rig_close(&r);
 }
@@ -735,9 +750,9 @@ TEST(configs) {
     desc.n_seqs = -1;
     CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
     desc.n_seqs = 0;
-    desc.max_queries = 9;
+    desc.max_queries = 65;
     CHECK_EQ(tkvcu_query(&desc, &a, &b, why, sizeof why), TKV_ERR_CONFIG);
-    CHECK(strstr(why, "max_queries is 9") != NULL);
+    CHECK(strstr(why, "max_queries is 65") != NULL);
 }
 
 TEST(wrong_arguments) {
@@ -787,7 +802,8 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_attend(r.cu, 2, x.data(), TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 0, NULL, TKV_TYPE_F32, 1, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, NULL, NULL, NULL, NULL, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 9, NULL, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 65, NULL, x.data(), NULL, NULL, NULL),
+             TKV_ERR_ARG);
     p.softcap = -1.0f;
     CHECK_EQ(tkvcu_attend(r.cu, 0, x.data(), TKV_TYPE_F32, 1, &p, x.data(), NULL, NULL, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkvcu_trim(NULL, n, NULL), TKV_ERR_ARG);

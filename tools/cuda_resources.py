@@ -63,6 +63,9 @@ int main(int argc, char **argv) {
     if (!strcmp(argv[3], "threads")) {
         const tkvcu_appender a = tkvcu_appender_of(cfg.head_dim);
         printf("append %d %zu combine %d 0 trim %d 0", a.threads, a.shared, TKVCU_COMBINE_THREADS, TKVCU_TRIMMERS);
+        printf(" prefill1 %d %zu prefill2 %d %zu", TKVCU_PREFILL_THREADS,
+               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 1>) : sizeof(tkvcu_prefill<128, 1>), TKVCU_PREFILL_THREADS,
+               cfg.head_dim == 64 ? sizeof(tkvcu_prefill<64, 2>) : sizeof(tkvcu_prefill<128, 2>));
         return 0;
     }
     for (int nt = 1; nt <= 2; nt++) {
@@ -220,9 +223,10 @@ class Lab:
         return first[0], (first[1], first[3]), [list(map(int, line.split())) for line in lines[1:]]
 
     def block(self, name, numbers):
-        """Threads and bytes of dynamic shared memory of a kernel that has one number of each."""
+        """Threads and bytes of dynamic shared memory of a kernel that has one number of each, by head_dim and the
+        numbers after it."""
         words = run([self.host, "balanced", str(numbers[0] if numbers else 128), "threads"]).split()
-        at = words.index(name)
+        at = words.index(name + "".join(map(str, numbers[1:])))
         return int(words[at + 1]), int(words[at + 2])
 
     def unit(self, arch, preset, tier, tiles):

@@ -64,9 +64,9 @@ extern "C" {
 #endif
 
 /* >>limits and codes */
-#define TKVCU_MAX_APPEND 64 /* tokens of a sequence in one call */
-#define TKVCU_MAX_QUERIES 8 /* the same */
-#define TKVCU_MAX_GROUP 16  /* query heads on a KV head */
+#define TKVCU_MAX_APPEND 64  /* tokens of a sequence in one call */
+#define TKVCU_MAX_QUERIES 64 /* the same */
+#define TKVCU_MAX_GROUP 16   /* query heads on a KV head */
 
 #define TKVCU_ERR_CUDA (-101)        /* the runtime refused; tkvcu_last_error says what it said */
 #define TKVCU_ERR_UNSUPPORTED (-102) /* tieredkv.h can do it, this file cannot */
@@ -86,7 +86,7 @@ typedef struct tkvcu_desc {
     const tkv_config *cfg; /* the model and the plan; read by tkvcu_create, not kept */
     int n_seqs;            /* 0: cfg->max_seqs */
     int max_tokens;        /* of a sequence; 0: cfg->max_tokens, which must not be 0 then */
-    int max_queries;       /* of a sequence in one tkvcu_attend; 0: 1 */
+    int max_queries;       /* of a sequence in one tkvcu_attend, up to 64; 0: 1. Work takes more above 8 */
 } tkvcu_desc;
 
 /* Bytes of both pieces. Asks no GPU. TKV_ERR_CONFIG or TKVCU_ERR_UNSUPPORTED: `reason` (NULL, or `size`
@@ -137,7 +137,9 @@ typedef struct tkvcu_attend_params { /* zero means default */
  * d_q, d_out: [row][n_queries][n_heads][head_dim], packed; d_lse: NULL or [row][n_queries][n_heads] floats,
  * natural logarithm, learned sinks included. params NULL: all defaults. A row that sees no key gives zeros
  * and -inf; rows that are skipped are not written. The same bits in every run on one device. Sets bit
- * SEQUENCE. Cost: the bytes of the sequence once for each 8 columns (queries times heads of a group). */
+ * SEQUENCE. Queries times heads of a group are columns. Cost: up to 8 queries the bytes of the sequence once
+ * for each 8 columns; more, for chunks of a prompt, are for another kernel: O(tokens * columns * head_dim) products,
+ * and the bytes, each code made a half, once for each 128 columns. */
 int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_queries,
                  const tkvcu_attend_params *params, void *d_out, float *d_lse, const int32_t *d_seq_map,
                  tkvcu_stream stream);

@@ -76,7 +76,9 @@ int tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, int n_que
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
     c.scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c.softcap = p->softcap;
-    return tkvcu_checked(cu, tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));
+    return tkvcu_checked(cu, n_queries > TKVCU_DECODE_QUERIES
+                                 ? tkvcu_prefill_launch(cu->prefill, &cu->split, v, &c, cfg, stream)
+                                 : tkvcu_attend_launch(&cu->split, v, &c, cfg, stream));
 }
 
 int tkvcu_trim(tkvcu *cu, const int32_t *d_lengths, tkvcu_stream stream) {

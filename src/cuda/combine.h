@@ -218,11 +218,8 @@ static cudaError_t tkvcu_split_ready(tkvcu_split *s, const tkv_config *cfg, int 
     return e;
 }
 
-/* Both kernels. Nothing is allocated or waited for. */
-static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
-                                       const tkv_config *cfg, cudaStream_t stream) {
-    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
-    const tkvcu_grid *grid = &s->grid[nt - 1];
+/* What is the same in a call for all kernels. */
+static tkvcu_job tkvcu_job_of(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c) {
     tkvcu_job j;
     memset(&j, 0, sizeof j);
     j.view = *v;
@@ -237,9 +234,18 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
     j.n_entries = s->n_seqs;
     j.n_queries = c->n_queries;
     j.window = c->window;
-    j.blocks = grid->blocks;
     j.scale = c->scale;
     j.softcap = c->softcap;
+    return j;
+}
+
+/* Both kernels. Nothing is allocated or waited for. */
+static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v, const tkvcu_attend_call *c,
+                                       const tkv_config *cfg, cudaStream_t stream) {
+    const int nt = tkvcu_n_tiles(cfg, c->n_queries), chunks = tkvcu_chunks(cfg, c->n_queries);
+    const tkvcu_grid *grid = &s->grid[nt - 1];
+    tkvcu_job j = tkvcu_job_of(s, v, c);
+    j.blocks = grid->blocks;
     j.slot_bytes = s->slot_bytes;
     TKVCU_LAUNCH(grid->kernel, dim3((unsigned)j.blocks, (unsigned)chunks), dim3(TKVCU_THREADS), grid->shared,
                  stream, j);

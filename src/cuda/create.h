@@ -15,7 +15,7 @@
 #define TKVCU_CREATE_H
 
 #include "append.h"
-#include "combine.h"
+#include "prefill.h"
 
 #define TKVCU_ALIGN 256u
 
@@ -29,6 +29,7 @@ struct tkvcu {
     uint32_t *word;     /* device */
     uint8_t *stage;     /* on its way to the device: a layer's sides, order, mean */
     tkvcu_split split;  /* of the work of attention */
+    tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
     char error[160];
 };
@@ -201,7 +202,7 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
     if (mine.max_tokens == 0)
         return tkvi_bad(reason, size, "max_tokens", 0, "the description or the config must have a number");
     if (desc->max_queries < 0 || desc->max_queries > TKVCU_MAX_QUERIES)
-        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 8, or 0 for 1");
+        return tkvi_bad(reason, size, "max_queries", desc->max_queries, "it must be 1 to 64, or 0 for 1");
     why = tkvcu_config_fault(&mine);
     if (why) return tkvcu_no(reason, size, why, -1);
     d->n_seqs = cfg->max_seqs;
@@ -237,7 +238,7 @@ int tkvcu_query(const tkvcu_desc *desc, size_t *cache_bytes, size_t *work_bytes,
     st = tkvcu_plan_of(desc, &d, &a, NULL, reason, size);
     if (st) return st;
     *cache_bytes = a.at;
-    *work_bytes = tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
+    *work_bytes = tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries);
     return TKV_OK;
 }
 
@@ -422,7 +423,10 @@ static int tkvcu_ready(tkvcu *cu, const tkv_config *cfg) {
     cudaFuncAttributes there;
     if (st) return st;
     fits = tkvcu_appender_of(cfg->head_dim).shared <= (size_t)most;
-    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, cu->max_queries, processors, most, &fits));
+    st = tkvcu_checked(cu, tkvcu_split_ready(&cu->split, cfg, tkvi_min(cu->max_queries, TKVCU_DECODE_QUERIES),
+                                             processors, most, &fits));
+    if (!st && cu->max_queries > TKVCU_DECODE_QUERIES)
+        st = tkvcu_checked(cu, tkvcu_prefill_ready(cu->prefill, cfg, cu->n_seqs, processors, most, &fits));
     if (!st && !fits) return TKVCU_ERR_UNSUPPORTED;
     /* Code comes to the device when a kernel is first asked for: not within a capture. */
     if (!st) st = tkvcu_checked(cu, cudaFuncGetAttributes(&there, tkvcu_combine_kernel));
@@ -444,7 +448,7 @@ int tkvcu_create(const tkvcu_desc *desc, void *d_cache, size_t cache_bytes, void
     a.base = (uintptr_t)d_cache;
     st = tkvcu_plan_of(desc, &d, &a, NULL, NULL, 0);
     if (st) return st;
-    if (cache_bytes < a.at || work_bytes < tkvcu_split_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
+    if (cache_bytes < a.at || work_bytes < tkvcu_work_bytes(&d.shape.cfg, d.n_seqs, d.max_queries))
         return TKV_ERR_CAPACITY;
     cu = tkvcu_new(&d);
     if (!cu) return TKV_ERR_NOMEM;

@@ -9,6 +9,7 @@
 #include "unpack.h"
 #include "attend.h"
 #include "combine.h"
+#include "prefill.h"
 #include "create.h"
 #include "transfer.h"
 #include "calls.h"

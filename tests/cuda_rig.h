@@ -1,0 +1,211 @@
+/*
+ * cuda_rig.h - a cache on the host, the same on the device that is played by a processor (cuda_on_cpu.h), and what
+ * attention of both gives. RIG_QUERIES: the most queries of a call.
+ */
+#ifndef CUDA_RIG_H
+#define CUDA_RIG_H
+
+#include "cuda_on_cpu.h"
+#include "../tieredkv_cuda.cu"
+#include "tkv_test.h"
+
+typedef struct rig {
+    tkv_config cfg;
+    tkv_cache *kv;
+    tkvcu *cu;
+    void *cache, *work;
+    tkv_rng rng;
+    float k_size, v_size; /* of what comes into the cache */
+} rig;
+
+static void device_close(rig *r) {
+    tkvcu_destroy(r->cu);
+    free(r->cache);
+    free(r->work);
+}
+
+static void rig_close(rig *r) {
+    device_close(r);
+    tkv_destroy(r->kv);
+}
+
+static int device_open(rig *r, const tkv_config *cfg) {
+    tkvcu_desc desc = {cfg, 0, 0, RIG_QUERIES};
+    size_t cache = 0, work = 0;
+    char why[160] = "";
+    int st = tkvcu_query(&desc, &cache, &work, why, sizeof why);
+    CHECK_MSG(st == TKV_OK, "%d: %s", st, why);
+    if (st) return 0;
+    r->cache = aligned_alloc(256, cache);
+    r->work = aligned_alloc(256, (work + 255) / 256 * 256);
+    memset(r->cache, 0xff, cache);
+    memset(r->work, 0xff, work);
+    st = tkvcu_create(&desc, r->cache, cache, r->work, work, NULL, &r->cu);
+    CHECK_EQ(st, TKV_OK);
+    return st == TKV_OK;
+}
+
+static int rig_open(rig *r, const tkv_config *cfg) {
+    int st;
+    memset(r, 0, sizeof *r);
+    r->cfg = *cfg;
+    r->rng = tkv_rng_seed(11);
+    r->k_size = r->v_size = 1.0f;
+    st = tkv_create(cfg, &r->kv);
+    CHECK_EQ(st, TKV_OK);
+    return st == TKV_OK && device_open(r, cfg);
+}
+
+static tkv_config config_of(int head_dim, int n_heads, int n_kv_heads) {
+    tkv_config cfg = tkv_config_default();
+    cfg.n_layers = 1;
+    cfg.n_heads = n_heads;
+    cfg.n_kv_heads = n_kv_heads;
+    cfg.head_dim = head_dim;
+    cfg.max_seqs = 2;
+    cfg.max_tokens = 4096;
+    cfg.max_append = 64;
+    cfg.warm_tokens = 128;
+    cfg.allocation_unit = 16;
+    cfg.isa = tkv_test_isa();
+    return cfg;
+}
+
+/* Keys with channels of different sizes and means; values with a mean. */
+static void fill(rig *r, int seq, int to) {
+    const int row = r->cfg.n_kv_heads * r->cfg.head_dim;
+    std::vector<float> k((size_t)(row * 64)), v((size_t)(row * 64));
+    int len = tkv_seq_len(r->kv, seq);
+    while (len < to) {
+        const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, 48));
+        int i;
+        tkv_rng_fill(&r->rng, k.data(), (size_t)(n * row), 1.0);
+        tkv_rng_fill(&r->rng, v.data(), (size_t)(n * row), 0.7);
+        for (i = 0; i < n * row; i++) {
+            const int c = i % r->cfg.head_dim;
+            k[(size_t)i] *= c % 16 == 3 ? 6.0f : 0.25f + 0.25f * (float)(c % 5);
+            if (c % 32 == 7) k[(size_t)i] += 9.0f;
+            if (c % 8 == 1) v[(size_t)i] += 0.5f;
+            k[(size_t)i] *= r->k_size;
+            v[(size_t)i] *= r->v_size;
+        }
+        CHECK_EQ(tkv_append(r->kv, seq, 0, k.data(), v.data(), n), TKV_OK);
+        len += n;
+    }
+}
+
+typedef struct options {
+    float scale, softcap;
+    int window, sinks, queries;
+    tkv_type type;
+    const int32_t *map; /* NULL: row i is sequence i */
+    float q_size;       /* 0: 1 */
+} options;
+
+#define UNWRITTEN 7.5f
+
+static uint16_t as_half(tkv_type type, float x) {
+    return (uint16_t)(type == TKV_TYPE_F16 ? cpu_to_half(x) : cpu_to_bfloat(x));
+}
+
+static float of_half(tkv_type type, uint16_t x) { return type == TKV_TYPE_F16 ? cpu_half(x) : cpu_bfloat(x); }
+
+/* What a call gives: out as floats, lse; and the reference's (of rows that have a sequence with so many tokens). */
+typedef struct result {
+    std::vector<float> out, lse, want, lse_want;
+    size_t row; /* floats of a row of the batch */
+} result;
+
+static result attend(rig *r, const options *o, uint64_t seed) {
+    const int n_seqs = r->cfg.max_seqs, heads = r->cfg.n_heads, dim = r->cfg.head_dim;
+    const size_t row = (size_t)(o->queries * heads * dim), all = row * (size_t)n_seqs;
+    const int wide = o->type == TKV_TYPE_F32;
+    std::vector<float> q(all), sinks((size_t)heads);
+    std::vector<uint16_t> q16(all), out16(all, as_half(o->type, UNWRITTEN));
+    tkvcu_attend_params p = {o->scale, o->softcap, o->window, NULL};
+    tkv_rng rng = tkv_rng_seed(seed);
+    result x;
+    size_t i;
+    int s;
+    x.row = row;
+    x.out.assign(all, UNWRITTEN);
+    x.want.assign(all, UNWRITTEN);
+    x.lse.assign((size_t)(n_seqs * o->queries * heads), UNWRITTEN);
+    x.lse_want = x.lse;
+    tkv_rng_fill(&rng, q.data(), all, o->q_size != 0.0f ? o->q_size : 1.0);
+    for (i = 0; i < all && !wide; i++) {
+        q16[i] = as_half(o->type, q[i]);
+        q[i] = of_half(o->type, q16[i]);
+    }
+    tkv_rng_fill(&rng, sinks.data(), sinks.size(), 2.0);
+    if (o->sinks) p.d_sinks = sinks.data();
+    CHECK_EQ(tkvcu_attend(r->cu, 0, wide ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
+                          wide ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
+             TKV_OK);
+    for (i = 0; i < all && !wide; i++) x.out[i] = of_half(o->type, out16[i]);
+    for (s = 0; s < n_seqs; s++) {
+        tkv_attend_params a;
+        memset(&a, 0, sizeof a);
+        a.seq = o->map ? o->map[s] : s;
+        if (a.seq < 0) continue;
+        a.n = tkvi_min(o->queries, tkv_seq_len(r->kv, a.seq)); /* those before the first token see none */
+        i = (size_t)(o->queries - a.n);
+        a.q = q.data() + (size_t)s * row + i * (size_t)(heads * dim);
+        a.out = x.want.data() + (size_t)s * row + i * (size_t)(heads * dim);
+        a.lse = x.lse_want.data() + (size_t)(s * o->queries * heads) + i * (size_t)heads;
+        a.scale = o->scale;
+        a.softcap = o->softcap;
+        a.window = o->window ? o->window : r->cfg.window ? r->cfg.window : TKV_NONE;
+        a.sinks = o->sinks ? sinks.data() : NULL;
+        if (a.n > 0) CHECK_EQ(tkv_attend_reference(r->kv, &a), TKV_OK);
+        for (i *= (size_t)heads; i-- > 0;) {
+            const size_t at = (size_t)(s * o->queries * heads) + i;
+            memset(&x.want[at * (size_t)dim], 0, (size_t)dim * sizeof(float));
+            x.lse_want[at] = o->sinks ? sinks[i % (size_t)heads] : -INFINITY;
+        }
+    }
+    return x;
+}
+
+/* Relative L2 distance of b to a; the worst head's. */
+static double distance(const std::vector<float> &a, const std::vector<float> &b, int dim) {
+    double worst = 0.0;
+    size_t i, c, n = (size_t)dim;
+    for (i = 0; i < a.size(); i += n) {
+        double d = 0.0, norm = 0.0;
+        for (c = i; c < i + n; c++) {
+            d += ((double)b[c] - (double)a[c]) * ((double)b[c] - (double)a[c]);
+            norm += (double)a[c] * (double)a[c];
+        }
+        d = norm > 0.0 ? sqrt(d / norm) : d;
+        if (!(d <= worst)) worst = d;
+    }
+    return worst;
+}
+
+static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL, 0.0f};
+
+/* The bound of the design, and what a bfloat16 of out cannot show. */
+static void measure(rig *r, const options *o, const char *name) {
+    const result x = attend(r, o, 5);
+    const double d = distance(x.want, x.out, r->cfg.head_dim), most = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
+    double off = 0.0;
+    size_t i;
+    for (i = 0; i < x.lse.size(); i++) {
+        if (x.lse[i] == x.lse_want[i]) continue; /* infinite ones too */
+        if (!(fabs((double)x.lse[i] - (double)x.lse_want[i]) <= off))
+            off = fabs((double)x.lse[i] - (double)x.lse_want[i]);
+    }
+    if (getenv("SHOW")) printf("    %-32s %.1e, lse %.1e\n", name, d, off);
+    CHECK_MSG(d <= most && off <= 4e-3, "%s: relative error %g, lse off by %g", name, d, off);
+}
+
+/* The device has what the host has. */
+static void import_all(rig *r) {
+    int s;
+    for (s = 0; s < r->cfg.max_seqs; s++)
+        if (tkv_seq_len(r->kv, s) > 0)
+            CHECK_MSG(tkvcu_import(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s", tkvcu_last_error(r->cu));
+}
+
+#endif /* CUDA_RIG_H */
