@@ -4,7 +4,8 @@ attention's unit (64 tokens of a KV head), read from the machine code. Needs nvc
 
     python3 tools/cuda_resources.py             all architectures; tables as in bench/GPU.md
     python3 tools/cuda_resources.py --quick     sm_80 and sm_90
-    python3 tools/cuda_resources.py --check     ends with 1 where a gate is broken (LIMITS below)
+    python3 tools/cuda_resources.py --check     what has a gate (LIMITS below) alone; ends with 1 where one is broken
+                                                --ptxas FILE: what `nvcc -Xptxas -v` said of tieredkv_cuda.cu, all archs
 
 How instructions are counted: a kernel with the unit's loop alone (tkvcu_run_units) is compiled with sides that the
 compiler knows, as the host lays them out, and without what happens rarely (TKVCU_RARELY: a maximum that grows, masks,
@@ -181,11 +182,13 @@ def nvcc(arch, source, out):
                 os.path.join(ROOT, "src", "cuda"), "-o", out, source])
 
 
-def kernels(text):
+def kernels(text, arch):
     """From ptxas -v: {(name, whole numbers that it is a template of): (registers, bytes of spills, of stack, of
     static shared memory)}."""
     found = {}
     for part in text.split("Compiling entry function")[1:]:
+        if "for 'sm_%d'" % arch not in part:
+            continue
         name, numbers = re.match(r" '_Z\d+tkvcu_(\w+?)_kernel(?:I((?:Li\d+E)+)E)?", part).groups()
         stack, stores, loads = map(int, re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups())
@@ -250,15 +253,21 @@ class Lab:
 
 def main():
     quick, check = "--quick" in sys.argv[1:], "--check" in sys.argv[1:]
-    archs, bad = QUICK if quick else ARCHS, []
+    archs, bad = QUICK if quick or check else ARCHS, []
     place = tempfile.mkdtemp()
     try:
         lab = Lab(place)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            whole = {a: pool.submit(nvcc, a, os.path.join(ROOT, "tieredkv_cuda.cu"),
-                                    os.path.join(place, "all-%d.cubin" % a)) for a in archs}
+            if "--ptxas" in sys.argv:
+                with open(sys.argv[sys.argv.index("--ptxas") + 1]) as f:
+                    said = f.read()
+                whole = {a: pool.submit(lambda: said) for a in archs}
+            else:
+                whole = {a: pool.submit(nvcc, a, os.path.join(ROOT, "tieredkv_cuda.cu"),
+                                        os.path.join(place, "all-%d.cubin" % a)) for a in archs}
             units = {(p, a, n): pool.submit(lab.unit, a, p[1], p[2], n)
-                     for p in PLANS for a in QUICK for n in ((1, 2) if a == 90 else (1,))}
+                     for p in PLANS for a in QUICK for n in ((1, 2) if a == 90 else (1,))
+                     if not check or (a, n) == (90, 1)}
             print("| kernel: head_dim, columns, V groups | architecture | registers | spilled bytes | local bytes | "
                   "shared memory, default / KIVI | warps per scheduler |\n|---|---|---|---|---|---|---|")
             shared, others = {}, []
@@ -268,7 +277,9 @@ def main():
                     for nt in (1, 2):
                         shared.setdefault((dim, nt, groups), []).append(both[nt - 1])
             for a in archs:
-                for (name, kernel), (registers, spill, stack, static) in sorted(kernels(whole[a].result()).items()):
+                if not kernels(whole[a].result(), a):
+                    bad.append("sm_%d: nothing was compiled for it" % a)
+                for (name, kernel), (registers, spill, stack, static) in sorted(kernels(whole[a].result(), a).items()):
                     if a in QUICK and spill > LIMITS["spill"]:
                         bad.append("sm_%d, %s kernel %s: %d bytes spilled" % (a, name, kernel, spill))
                     if a in QUICK and name == "append" and stack > LIMITS["stack"]:
