@@ -163,6 +163,7 @@ TEST(formats) {
     int dim;
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++)
         for (dim = 64; dim <= 128; dim += 64) {
+            if (tkv_test_quick() && (i + (size_t)dim / 64) % 2) continue;
             tkv_config cfg = config_of(dim, 8, 2);
             char name[64], k[16];
             const char *v = strchr(pairs[i], '/');
@@ -237,6 +238,7 @@ TEST(groups_and_queries) {
         fill(&r, 1, 4 + 64 + 1 + (int)i);
         import_all(&r);
         for (queries = 1; queries <= 8; queries++) {
+            if (tkv_test_quick() && ((int)i + queries) % 3) continue;
             options o = plain;
             o.queries = queries;
             o.window = queries % 3 == 2 ? 9 : 0;
@@ -275,6 +277,7 @@ TEST(options_of_a_call) {
         }
         import_all(&r);
         for (i = 0; i < sizeof row / sizeof *row; i++) {
+            if (tkv_test_quick() && (i + (size_t)own) % 2) continue;
             char name[64];
             snprintf(name, sizeof name, "options %zu%s", i, own ? ", window of the layer" : "");
             measure(&r, &row[i], name);
