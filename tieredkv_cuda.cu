@@ -1470,7 +1470,7 @@ TKVCU_DEVICE void tkvcu_pair_weights(const uint32_t b[2], uint32_t turned[2]) {
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
-#define TKVCU_UNSEEN (-3e38f) /* below all sums */
+#define TKVCU_UNSEEN (-1e20f) /* below all sums, and a number still when a logit is made of it */
 #define TKVCU_LOG2E 1.44269504f
 
 /* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
@@ -1593,7 +1593,8 @@ struct tkvcu_task {
     int unit, end;              /* of all units */
 };
 
-/* Queries stand in units of a power of two of their own, so that all are below 2. */
+/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
+ * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
 template <int D, int NT> struct tkvcu_block {
     tkvcu_task task;
     tkvcu_four q[2][D / 8 * NT *
@@ -1601,6 +1602,7 @@ template <int D, int NT> struct tkvcu_block {
     tkvcu_four most[D / 4]; /* the largest of the columns, by channel */
     tkvcu_words part[D / 16][NT]
                     [32]; /* second operands of 16-bit products: high and low parts of the queries */
+    float ratio[4 * NT];  /* units of part in those of q */
     float slope[4 * NT];  /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
     float mean[4 * NT];   /* q times the static means */
     float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
@@ -1658,7 +1660,6 @@ template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_
     me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
     me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
     me.v_at.wide = tkvcu_kept(me.v_at.wide);
-    me.v_at.line = tkvcu_kept(me.v_at.line);
     return me;
 }
 
@@ -2009,7 +2010,8 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += (first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]);
+    for (nt = 0; nt < NT; nt++)
+        s[nt] += b.ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
 /* Means of A's channels without codes. */
@@ -2035,7 +2037,7 @@ TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += sum[nt][0] + sum[nt][1];
+    for (nt = 0; nt < NT; nt++) s[nt] += b.ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
 /* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
@@ -2472,6 +2474,13 @@ TKVCU_DEVICE size_t tkvcu_query_at(const tkvcu_job &j, const tkvcu_task &k, int 
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
+/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
+TKVCU_DEVICE float tkvcu_power_below(float x, float otherwise) {
+    const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
+    if (bits == 0) return otherwise;
+    return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
+}
+
 /* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
  * or as they come for exact rows. By all threads. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
@@ -2481,36 +2490,44 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
     for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        float sum = 0.0f, most = 0.0f, times = fabsf(j.scale), one = 1.0f,
-              sign = j.scale < 0.0f ? -1.0f : 1.0f;
-        uint32_t bits;
+        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+        const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
+        const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
+        float sum = 0.0f, most = 0.0f, product = 0.0f, one, part;
         if (k.column + i < k.columns) {
             const size_t at = tkvcu_query_at(j, k, k.column + i);
             for (c = tid % 32; c < D; c += 32) {
                 const int channel = order ? order[c] : c;
                 const float x = tkvcu_element(j.q, j.type, at + (size_t)channel);
+                const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
+                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
+                else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
+                    scale = tkvcu_log_value(meta[c], side.top, b.mantissa);
                 if (order) sum += x * j.view.mean[side.table + c];
-                bits = tkvi_bits(x) & 0x7fffffffu;
-                most = fmaxf(most, tkvi_from_bits(bits)); /* of a NaN: nothing; so: */
+                most = fmaxf(most, fabsf(x));
+                product = fmaxf(product, fabsf(x) * scale);
                 if (bits > 0x7f7fffffu) sum = NAN;
             }
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        bits = tkvi_bits(tkvcu_warp_max(most)) & 0x7f800000u;
-        if (bits > 0 && bits < 0x7f000000u) one = tkvi_from_bits(bits);
-        times *= j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E;
-        if (k.column + i >= k.columns) sign = 0.0f; /* nobody's column */
-        if (tid % 32 == 0) {
+        part = tkvcu_power_below(tkvcu_warp_max(most), 1.0f);
+        one = tkvcu_power_below(tkvcu_warp_max(product), part);
+        if (tid % 32 ==
+            0) { /* what is no number stays in its column: those of all columns have a unit in common */
             b.slope[i] = sum == sum ? one * times : NAN;
             b.mean[i] = sign * sum / one;
-            b.other[i] = (int)tkvi_bits(sign / one);
+            b.ratio[i] = part / one;
+            b.other[i] = (int)tkvi_bits(sum == sum ? sign / one : NAN);
+            b.other[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / part : NAN);
         }
     }
     __syncthreads();
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
         const float one = tkvi_from_bits((uint32_t)b.other[mine]);
+        const float part = tkvi_from_bits((uint32_t)b.other[4 * NT + mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
         tkvcu_words to;
         const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
@@ -2521,7 +2538,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
             const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
             x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
-            y.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            y.x[r] = part * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
         }
         if (!low)
             b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */
@@ -3057,20 +3074,22 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
 #endif /* TKVCU_COMBINE_H */
 /* ======== prefill.h ======== */
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many rows.
+ * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of attend.h.
- * Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads, 16 MT to a warp, and
- * gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a block.
+ * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
+ * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
+ * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
+ * block.
  *
  *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
  *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
  *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K, and for V
- * of the sums so far, which follow when it grows. So are queries, row by row. What is alike for all tokens of a unit,
- * the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with q apart: what is rounded is the
- * distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
+ * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
+ * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
+ * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -3159,15 +3178,15 @@ TKVCU_DEVICE float tkvcu_power(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers that the loop
- * then lacks. */
+/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
+ * that the loop then lacks. */
 TKVCU_DEVICE int tkvcu_anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they are in
- * all banks. The same every 16 rows. */
+/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they
+ * are in all banks. The same every 16 rows. */
 TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
     return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7));
 }
@@ -3175,8 +3194,8 @@ TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
 /* >>codes to halves */
 TKVCU_DEVICE tkvcu_words tkvcu_words_at(const uint8_t *p) { return *(const tkvcu_words *)(const void *)p; }
 
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the same words
- * lie in the vector with top bits, shifted up by `upper`. */
+/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
+ * same words lie in the vector with top bits, shifted up by `upper`. */
 TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
                                     int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -3267,7 +3286,8 @@ TKVCU_DEVICE uint32_t tkvcu_nibbles(uint32_t bytes) {
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four channels. */
+/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+ * channels. */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
@@ -3361,8 +3381,8 @@ TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what they are
- * multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
+/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
+ * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
 TKVCU_DEVICE int tkvcu_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
@@ -3413,8 +3433,8 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it must. By all
- * threads. */
+/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
+ * must. By all threads. */
 template <int D, int MT>
 TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
     const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
@@ -3434,6 +3454,8 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
         for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.most[which][i]);
     }
     exponent[0] = tkvcu_exponent(s.side[0], most[0]);
+    if (tkvcu_is_measured(s.side[0]))
+        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
     exponent[1] = tkvcu_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_power(u.top - exponent[1]);
@@ -3568,7 +3590,7 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
-            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1e-30f);
+            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
             TKVCU_UNROLL

@@ -34,7 +34,7 @@
 #define TKVCU_PARTS 3        /* archive, warm, exact */
 #define TKVCU_NOTHING -1e30f /* logit of what is not seen, and below all that a maximum begins with */
 #define TKVCU_START -1e29f
-#define TKVCU_UNSEEN (-3e38f) /* below all sums */
+#define TKVCU_UNSEEN (-1e20f) /* below all sums, and a number still when a logit is made of it */
 #define TKVCU_LOG2E 1.44269504f
 
 /* For tools/cuda_resources.py, which counts the instructions of a unit: with sides that the compiler knows,
@@ -157,7 +157,8 @@ struct tkvcu_task {
     int unit, end;              /* of all units */
 };
 
-/* Queries stand in units of a power of two of their own, so that all are below 2. */
+/* Queries stand in units of a power of two of their own: in q so that the largest product with a scale is 1
+ * to 2 (the columns of a block have one unit for their whole numbers), in part so that the largest is. */
 template <int D, int NT> struct tkvcu_block {
     tkvcu_task task;
     tkvcu_four q[2][D / 8 * NT *
@@ -165,6 +166,7 @@ template <int D, int NT> struct tkvcu_block {
     tkvcu_four most[D / 4]; /* the largest of the columns, by channel */
     tkvcu_words part[D / 16][NT]
                     [32]; /* second operands of 16-bit products: high and low parts of the queries */
+    float ratio[4 * NT];  /* units of part in those of q */
     float slope[4 * NT];  /* makes a logit of a product with q; with a softcap, what its tanh is taken of */
     float mean[4 * NT];   /* q times the static means */
     float k_log[256], v_log[256]; /* A's scales, R's, by their byte */
@@ -222,7 +224,6 @@ template <int D> TKVCU_DEVICE tkvcu_lane tkvcu_lane_of(uint8_t *warps, int warp_
     me.v_at = tkvcu_v_at_of(tkvcu_shared_address(me.slot[1]) + TKVCU_META(D), me.g, me.t);
     me.v_at.narrow = tkvcu_kept(me.v_at.narrow);
     me.v_at.wide = tkvcu_kept(me.v_at.wide);
-    me.v_at.line = tkvcu_kept(me.v_at.line);
     return me;
 }
 
@@ -573,7 +574,8 @@ TKVCU_DEVICE void tkvcu_k_zeros(float s[NT], const uint8_t *slot, const tkvcu_bl
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += (first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]);
+    for (nt = 0; nt < NT; nt++)
+        s[nt] += b.ratio[4 * nt + me.t] * ((first[nt][0] + first[nt][1]) + (second[nt][2] + second[nt][3]));
 }
 
 /* Means of A's channels without codes. */
@@ -599,7 +601,7 @@ TKVCU_DEVICE void tkvcu_k_means(const tkvcu_side &side, float s[NT], const uint8
         }
     }
     TKVCU_UNROLL
-    for (nt = 0; nt < NT; nt++) s[nt] += sum[nt][0] + sum[nt][1];
+    for (nt = 0; nt < NT; nt++) s[nt] += b.ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
 }
 
 /* >>softmax. Of each unit by itself, its largest weight 1; then it joins what there is. */
@@ -1036,6 +1038,13 @@ TKVCU_DEVICE size_t tkvcu_query_at(const tkvcu_job &j, const tkvcu_task &k, int 
     return (row * (size_t)j.view.n_heads + head) * (size_t)j.view.head_dim;
 }
 
+/* The power of two that x, which is not negative, is 1 to 2 times; 0: `otherwise`. */
+TKVCU_DEVICE float tkvcu_power_below(float x, float otherwise) {
+    const uint32_t bits = tkvi_bits(x) & 0x7f800000u;
+    if (bits == 0) return otherwise;
+    return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
+}
+
 /* Queries in the orders that their products want, with the sign of the scale: channels in the run's order,
  * or as they come for exact rows. By all threads. */
 template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkvcu_block<D, NT> &b) {
@@ -1045,36 +1054,44 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
     const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
     int i, c, r;
     for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp a column: its unit, static means */
-        float sum = 0.0f, most = 0.0f, times = fabsf(j.scale), one = 1.0f,
-              sign = j.scale < 0.0f ? -1.0f : 1.0f;
-        uint32_t bits;
+        const float sign = k.column + i >= k.columns ? 0.0f : j.scale < 0.0f ? -1.0f : 1.0f; /* 0: nobody's */
+        const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
+        const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
+        float sum = 0.0f, most = 0.0f, product = 0.0f, one, part;
         if (k.column + i < k.columns) {
             const size_t at = tkvcu_query_at(j, k, k.column + i);
             for (c = tid % 32; c < D; c += 32) {
                 const int channel = order ? order[c] : c;
                 const float x = tkvcu_element(j.q, j.type, at + (size_t)channel);
+                const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
+                float scale = 0.0f; /* the run's first block's: later ones will be near it */
+                if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
+                else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
+                    scale = tkvcu_log_value(meta[c], side.top, b.mantissa);
                 if (order) sum += x * j.view.mean[side.table + c];
-                bits = tkvi_bits(x) & 0x7fffffffu;
-                most = fmaxf(most, tkvi_from_bits(bits)); /* of a NaN: nothing; so: */
+                most = fmaxf(most, fabsf(x));
+                product = fmaxf(product, fabsf(x) * scale);
                 if (bits > 0x7f7fffffu) sum = NAN;
             }
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
-        bits = tkvi_bits(tkvcu_warp_max(most)) & 0x7f800000u;
-        if (bits > 0 && bits < 0x7f000000u) one = tkvi_from_bits(bits);
-        times *= j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E;
-        if (k.column + i >= k.columns) sign = 0.0f; /* nobody's column */
-        if (tid % 32 == 0) {
+        part = tkvcu_power_below(tkvcu_warp_max(most), 1.0f);
+        one = tkvcu_power_below(tkvcu_warp_max(product), part);
+        if (tid % 32 ==
+            0) { /* what is no number stays in its column: those of all columns have a unit in common */
             b.slope[i] = sum == sum ? one * times : NAN;
             b.mean[i] = sign * sum / one;
-            b.other[i] = (int)tkvi_bits(sign / one);
+            b.ratio[i] = part / one;
+            b.other[i] = (int)tkvi_bits(sum == sum ? sign / one : NAN);
+            b.other[4 * NT + i] = (int)tkvi_bits(sum == sum ? sign / part : NAN);
         }
     }
     __syncthreads();
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
         const float one = tkvi_from_bits((uint32_t)b.other[mine]);
+        const float part = tkvi_from_bits((uint32_t)b.other[4 * NT + mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
         tkvcu_words to;
         const size_t at = k.column + mine < k.columns ? tkvcu_query_at(j, k, k.column + mine) : 0;
@@ -1085,7 +1102,7 @@ template <int D, int NT> TKVCU_DEVICE void tkvcu_prepare(const tkvcu_job &j, tkv
             const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
             const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
             x.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
-            y.x[r] = one * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            y.x[r] = part * tkvcu_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
         }
         if (!low)
             b.q[t % 2][tkvcu_pair_of<D>(nt, 2 * slab + t / 2, lane / 8)] = x; /* not used of exact rows */

@@ -1,18 +1,20 @@
 /*
- * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many rows.
+ * prefill.h - attention of more queries than attend.h takes: a unit's codes become halves once, for many
+ * rows.
  *
- * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of attend.h.
- * Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads, 16 MT to a warp, and
- * gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a block.
+ * Units, their cut into ranges, the slots of the workspace and what combine.h makes of them are those of
+ * attend.h. Rows are the queries of the KV head's group of query heads: 64 MT of them to a block of threads,
+ * 16 MT to a warp, and gridDim.y blocks for all. What a unit's codes cost is paid once for all rows of a
+ * block.
  *
  *     global --cp.async--> raw bytes of K and V, while the unit before is multiplied
  *     codes, a word of a tile at a time -> tile of K [token][channel], tile of V [channel][token], halves
  *     S = Q K^T, 32 tokens at a time -> softmax in registers -> P, already in the first operand's order -> O += P V
  *
- * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K, and for V
- * of the sums so far, which follow when it grows. So are queries, row by row. What is alike for all tokens of a unit,
- * the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with q apart: what is rounded is the
- * distance from it. Values of R stay rotated: combine.h turns their sum.
+ * Halves hold what any cache has because each side's tile is in units of a power of two: of the unit for K,
+ * and for V of the sums so far, which follow when it grows. So are queries, row by row. What is alike for
+ * all tokens of a unit, the zeros of KIVI and the means of A, does not enter K's tile but is multiplied with
+ * q apart: what is rounded is the distance from it. Values of R stay rotated: combine.h turns their sum.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -103,15 +105,15 @@ TKVCU_DEVICE float tkvcu_power(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* The same number, but what is worked out from it is worked out here, and not before a loop in registers that the loop
- * then lacks. */
+/* The same number, but what is worked out from it is worked out here, and not before a loop in registers
+ * that the loop then lacks. */
 TKVCU_DEVICE int tkvcu_anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they are in
- * all banks. The same every 16 rows. */
+/* Rows of tiles have their chunks of 16 bytes turned about: of 8 neighbours, and of every second of 16, they
+ * are in all banks. The same every 16 rows. */
 TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
     return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7));
 }
@@ -119,8 +121,8 @@ TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
 /* >>codes to halves */
 TKVCU_DEVICE tkvcu_words tkvcu_words_at(const uint8_t *p) { return *(const tkvcu_words *)(const void *)p; }
 
-/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the same words
- * lie in the vector with top bits, shifted up by `upper`. */
+/* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
+ * same words lie in the vector with top bits, shifted up by `upper`. */
 TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
                                     int width) {
     const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
@@ -211,7 +213,8 @@ TKVCU_DEVICE uint32_t tkvcu_nibbles(uint32_t bytes) {
     return tkvcu_prmt(x, x, 0x0020);
 }
 
-/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four channels. */
+/* V: a lane has two channels of a slab and the 16 tokens of a tile. With pairs, a code is two of four
+ * channels. */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_open_v(tkvcu_prefill<D, MT> &s, int warp, int g, int t) {
     const tkvcu_side &side = s.side[1];
     const int pairs = side.kind == TKVCU_R && side.half_bits == 3, rotated = side.kind == TKVCU_R;
@@ -305,8 +308,8 @@ TKVCU_DEVICE int tkvcu_is_measured(const tkvcu_side &side) {
     return side.kind == TKVCU_KIVI || (side.kind == TKVCU_EXACT && side.bf16);
 }
 
-/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what they are
- * multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
+/* The exponent of the units that keep a side's values below 2^15. Logarithmic scales are below 2^top; what
+ * they are multiplied with is below 2^6 in A, 2^3 in R. Halves are halves. */
 TKVCU_DEVICE int tkvcu_exponent(const tkvcu_side &side, float most) {
     if (side.kind == TKVCU_A) return side.top - 9;
     if (side.kind == TKVCU_R) return side.top - 12;
@@ -357,8 +360,8 @@ TKVCU_DEVICE tkvcu_scale tkvcu_side_scale(tkvcu_prefill<D, MT> &s, int which, in
     return x;
 }
 
-/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it must. By all
- * threads. */
+/* Scales as halves, in units of 2^x for K, x being returned, and of 2^u.top for V, which moves up if it
+ * must. By all threads. */
 template <int D, int MT>
 TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT> &u, int rows, int tid) {
     const tkvcu_scale k = tkvcu_side_scale(s, 0, rows, tid), v = tkvcu_side_scale(s, 1, rows, tid);
@@ -378,6 +381,8 @@ TKVCU_DEVICE int tkvcu_unit_scales(tkvcu_prefill<D, MT> &s, tkvcu_row_sums<D, MT
         for (i = 0; i < TKVCU_PREFILL_WARPS; i++) most[which] = fmaxf(most[which], s.most[which][i]);
     }
     exponent[0] = tkvcu_exponent(s.side[0], most[0]);
+    if (tkvcu_is_measured(s.side[0]))
+        exponent[0] = tkvi_max(exponent[0], -40); /* halves need no less; zeros times 2^40 */
     exponent[1] = tkvcu_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_power(u.top - exponent[1]);
@@ -512,7 +517,7 @@ TKVCU_DEVICE void tkvcu_multiply(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (i = 0; i < 2; i++) /* not 0, which times -inf is no number */
-            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1e-30f);
+            slope[mt][i] = fmaxf(units * s.factor[first + 16 * mt + 8 * i + g], 1.2e-38f);
         if (j.softcap > 0.0f) {
             const float cap = fabsf(j.scale) / j.softcap;
             TKVCU_UNROLL
