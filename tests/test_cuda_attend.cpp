@@ -415,6 +415,86 @@ TEST(sizes_of_values) {
         }
 }
 
+/* Windows that end with a block: a query then sees nothing of a block that another one sees; with and without a soft cap,
+ * which makes logits of other units. */
+TEST(blocks_that_one_query_sees) {
+    static const char *const formats[] = {"kivi4", "a30"};
+    size_t i;
+    int window, capped;
+    for (i = 0; i < 2; i++) {
+        tkv_config cfg = config_of(64, 8, 2);
+        rig r;
+        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
+        cfg.warm.v = cfg.archive.v = i ? TKV_R30 : TKV_KIVI4;
+        if (!rig_open(&r, &cfg)) return;
+        fill(&r, 0, 1100);
+        import_all(&r);
+        for (window = 517; window <= 521; window++)
+            for (capped = 0; capped < 2; capped++) {
+                options o = plain;
+                char name[64];
+                o.window = window;
+                o.queries = window % 2 ? 3 : 8;
+                o.softcap = capped ? 30.0f : 0.0f;
+                snprintf(name, sizeof name, "%s, window %d, soft cap %d", formats[i], window, capped);
+                measure(&r, &o, name);
+            }
+        rig_close(&r);
+    }
+}
+
+/* Query heads of a KV head have columns of one product: a large one must not take bits, or a number's being one, from the
+ * others. */
+TEST(heads_that_differ) {
+    static const char *const formats[] = {"kivi4", "kivi2", "a30", "q8"};
+    enum { DIM = 128, HEADS = 4, LEN = 620 };
+    size_t i;
+    int kind, c;
+    for (i = 0; i < sizeof formats / sizeof *formats; i++) {
+        tkv_config cfg = config_of(DIM, HEADS, 1);
+        std::vector<float> k(LEN * DIM), v(LEN * DIM), q(HEADS * DIM), out(HEADS * DIM), want(HEADS * DIM);
+        tkv_attend_params a;
+        rig r;
+        cfg.max_seqs = 1;
+        cfg.max_append = LEN;
+        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
+        cfg.warm.v = cfg.archive.v = TKV_R40;
+        if (!rig_open(&r, &cfg)) return;
+        tkv_rng_fill(&r.rng, k.data(), k.size(), 1.0);
+        tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
+        for (c = 5; c < LEN * DIM; c += DIM) k[(size_t)c] *= 30.0f; /* a channel that one head reads */
+        CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), LEN), TKV_OK);
+        import_all(&r);
+        memset(&a, 0, sizeof a);
+        a.n = 1;
+        a.q = q.data();
+        a.out = want.data();
+        a.window = TKV_NONE;
+        for (kind = 0; kind < 5; kind++) {
+            tkv_rng_fill(&r.rng, q.data(), q.size(), 2.0);
+            for (c = 0; c < HEADS; c++) q[(size_t)(c * DIM + 5)] = c ? 0.0f : 3.0f;
+            for (c = 0; c < DIM; c++) {
+                if (kind == 1) q[(size_t)c] *= 1e-30f;
+                if (kind == 2) q[(size_t)c] *= 1e6f;
+            }
+            CHECK_EQ(tkv_attend_reference(r.kv, &a), TKV_OK);
+            if (kind == 3) q[3] = INFINITY;
+            if (kind == 4) q[7] = NAN;
+            CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 1, NULL, out.data(), NULL, NULL, NULL),
+                     TKV_OK);
+            for (c = 0; c < DIM; c++)
+                CHECK_MSG((out[(size_t)c] == out[(size_t)c]) == (kind < 3), "%s, %d", formats[i], kind);
+            for (c = kind >= 2 ? 1 : 0; c < HEADS; c++) {
+                const std::vector<float> x(want.begin() + c * DIM, want.begin() + (c + 1) * DIM);
+                const std::vector<float> y(out.begin() + c * DIM, out.begin() + (c + 1) * DIM);
+                CHECK_MSG(distance(x, y, DIM) <= 3e-3, "%s, %d, head %d: %g", formats[i], kind, c,
+                          distance(x, y, DIM));
+            }
+        }
+        rig_close(&r);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(unpacking);
@@ -426,5 +506,7 @@ int main(int argc, char **argv) {
     RUN(table_versions);
     RUN(same_bits);
     RUN(sizes_of_values);
+    RUN(blocks_that_one_query_sees);
+    RUN(heads_that_differ);
     return tkv_test_end();
 }

@@ -334,6 +334,29 @@ TEST(a_prompt_in_chunks) {
     rig_close(&r);
 }
 
+/* Keys that are all alike have scales of 0. */
+TEST(flat_keys) {
+    static const char *const formats[] = {"kivi4", "q8", "a30"};
+    size_t i;
+    for (i = 0; i < sizeof formats / sizeof *formats; i++) {
+        tkv_config cfg = config_of(128, 4, 2);
+        std::vector<float> k(600 * 256, 0.5f), v(600 * 256);
+        options o = plain;
+        rig r;
+        cfg.max_seqs = 1;
+        cfg.max_append = 600;
+        cfg.warm.k = cfg.archive.k = tkv_format_from_name(formats[i]);
+        cfg.warm.v = cfg.archive.v = TKV_KIVI4;
+        if (!rig_open(&r, &cfg)) return;
+        tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
+        CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), 600), TKV_OK);
+        import_all(&r);
+        o.queries = 12;
+        measure(&r, &o, formats[i]);
+        rig_close(&r);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(formats);
@@ -345,6 +368,7 @@ int main(int argc, char **argv) {
     RUN(as_the_other_kernel);
     RUN(same_bits);
     RUN(sizes_of_values);
+    RUN(flat_keys);
     RUN(a_prompt_in_chunks);
     return tkv_test_end();
 }

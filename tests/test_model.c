@@ -203,7 +203,7 @@ TEST(loss_stories15M) {
     if (!load_model("models/stories15M.bin", &m) || !tkv_test_data(stories_text))
         SKIP("no models or no texts");
     CHECK_NEAR(stories_loss(&m, 50, 0, 0), 1.156, 0.05);
-    CHECK_NEAR(stories_loss(&m, 0, 256, 20), 1.329, 0.05);
+    CHECK_NEAR(stories_loss(&m, 0, 256, 40), 1.329, 0.05);
     m.rope_theta = 40000.0f; /* trained on 256 positions; this base stretches them to 512 */
     CHECK_NEAR(stories_loss(&m, 0, 512, 20), 1.320, 0.05);
     llama_free(&m);
