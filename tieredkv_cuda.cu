@@ -338,6 +338,17 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
+TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     uint32_t x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
@@ -384,6 +395,20 @@ static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_w
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
+
+/* Elements of the caller's arrays, which are aligned as their type. */
+TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
+    uint32_t h;
+    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
+    h = ((const uint16_t *)x)[at];
+    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
+}
+
+TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
+    if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
+    else
+        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+}
 
 /* The largest of the warp's, which are not negative. */
 TKVCU_DEVICE float tkvcu_warp_max(float x) {
@@ -1053,14 +1078,6 @@ TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tk
 }
 
 /* >>new tokens */
-/* Element number `at` of the caller's, which are aligned as their type. */
-TKVCU_DEVICE float tkvcu_value_at(const void *x, int type, ptrdiff_t at) {
-    uint32_t h;
-    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
-    h = ((const uint16_t *)x)[at];
-    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
-}
-
 typedef struct tkvcu_rows { /* where they go: this CTA's side of a region's first block */
     uint8_t *base;
     uint32_t bytes;
@@ -1099,7 +1116,7 @@ TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call 
             is_hot ? hot_base + (size_t)(behind / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
                    : sinks_base;
         const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
-        float x = tkvcu_value_at(which ? c->x[1] : c->x[0], c->type, at);
+        float x = tkvcu_element(which ? c->x[1] : c->x[0], c->type, (size_t)at);
         if (c->saturate) x = tkvi_saturate(x);
         *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
             (is_hot ? hot.bf16 : sinks.bf16) ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
@@ -1115,8 +1132,8 @@ TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c,
     int i, bad = 0;
     TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(tkvcu_value_at(which ? c->x[1] : c->x[0], c->type,
-                                              first + (ptrdiff_t)(i / Dim) * stride + i % Dim));
+        bad |= !tkvi_is_finite(tkvcu_element(which ? c->x[1] : c->x[0], c->type,
+                                             (size_t)(first + (ptrdiff_t)(i / Dim) * stride + i % Dim)));
     return __syncthreads_or(bad);
 }
 
@@ -1544,20 +1561,6 @@ TKVCU_DEVICE int tkvcu_units_of(const tkvcu_reach &r) { return r.units[0] + r.un
 TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
     const int working = units < blocks ? units : blocks;
     return block < working ? (int)((int64_t)units * block / working) : units;
-}
-
-/* >>elements of the caller's arrays */
-TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
-    uint32_t h;
-    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
-    h = ((const uint16_t *)x)[at];
-    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
-}
-
-TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
-    if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
-    else
-        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
 }
 
 /* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
@@ -2682,9 +2685,8 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
 }
 
 /* The next part that the block has units of; left: 0 if there is none. By one thread. */
-template <int D, int NT>
-TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
-    tkvcu_task k = b.task;
+template <class Task> TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, Task &task, const int *ends) {
+    Task k = task;
     int per;
     k.left = 0;
     if (k.unit < k.end) {
@@ -2696,11 +2698,10 @@ TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
         k.at %= per;
         for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
             k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
-        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
         k.unit += k.left;
     }
-    b.task = k;
+    task = k;
 }
 
 /* The next run of the part, its sides and queries. By all threads. */
@@ -2793,7 +2794,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
         b.task.column = 4 * NT * (int)blockIdx.y;
         b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
         b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, b, ends);
+        tkvcu_next_part(j, b.task, ends);
     }
     __syncthreads();
     while (b.task.left > 0) {
@@ -2809,7 +2810,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
             __syncthreads();
         }
         tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
-        if (tid == 0) tkvcu_next_part(j, b, ends);
+        if (tid == 0) tkvcu_next_part(j, b.task, ends);
         __syncthreads();
     }
 }
@@ -3097,18 +3098,6 @@ static cudaError_t tkvcu_attend_launch(const tkvcu_split *s, const tkvcu_view *v
 
 #ifndef TKVCU_ON_CPU
 #define TKVCU_UNROLL_2 _Pragma("unroll 2")
-
-TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    uint32_t x;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-    return x;
-}
-
-TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t x;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
 #else
 #define TKVCU_UNROLL_2
 #endif
@@ -3192,8 +3181,6 @@ TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
 }
 
 /* >>codes to halves */
-TKVCU_DEVICE tkvcu_words tkvcu_words_at(const uint8_t *p) { return *(const tkvcu_words *)(const void *)p; }
-
 /* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
  * same words lie in the vector with top bits, shifted up by `upper`. */
 TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
@@ -3203,7 +3190,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 8) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_words_at(wide + 64 * p);
+            const tkvcu_words x = tkvcu_two(wide + 64 * p, 0);
             code[0][p] = x.x;
             code[1][p] = x.y;
         }
@@ -3214,14 +3201,14 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 4) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_words_at(wide + 64 * (p / 2));
+            const tkvcu_words x = tkvcu_two(wide + 64 * (p / 2), 0);
             code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
             code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
         }
     }
     if (low == 2 || width == 6) {
         const int at = width == 6 ? 4 : 0;
-        const tkvcu_words x = tkvcu_words_at(wide + 32 * at);
+        const tkvcu_words x = tkvcu_two(wide + 32 * at, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
@@ -3229,7 +3216,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
         }
     }
     if (width % 2) {
-        const tkvcu_words x = tkvcu_words_at(half);
+        const tkvcu_words x = tkvcu_two(half, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
@@ -3259,8 +3246,8 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_k(tkvcu_prefill<D, MT> &s,
     TKVCU_ROLL
     for (n = warp; n < s.coded; n += TKVCU_PREFILL_WARPS) {
         const int channel = 16 * n + 4 * t;
-        const tkvcu_words scale = tkvcu_words_at((const uint8_t *)(s.scale[0] + channel));
-        const tkvcu_words fine = tkvcu_words_at((const uint8_t *)(s.fine + channel));
+        const tkvcu_words scale = tkvcu_two((const uint8_t *)(s.scale[0] + channel), 0);
+        const tkvcu_words fine = tkvcu_two((const uint8_t *)(s.fine + channel), 0);
         uint32_t code[2][4];
         tkvcu_slab_codes(code, s.slab[0][n], s.raw[0], g, t);
         TKVCU_UNROLL
@@ -3885,26 +3872,6 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
-TKVCU_DEVICE void tkvcu_prefill_part(const tkvcu_job &j, tkvcu_prefill_task &task, const int *ends) {
-    tkvcu_prefill_task k = task;
-    int per;
-    k.left = 0;
-    if (k.unit < k.end) {
-        while (ends[k.entry] <= k.unit) k.entry++;
-        k.reach = tkvcu_reach_of(j, k.entry);
-        per = tkvcu_units_of(k.reach);
-        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
-        k.head = k.at / per;
-        k.at %= per;
-        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
-            k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
-        k.unit += k.left;
-    }
-    task = k;
-}
-
 /* Blocks of threads that a multiprocessor shall hold. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
@@ -3927,7 +3894,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         k.columns_here = tkvi_min(64 * MT, k.columns - k.column);
         k.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
         k.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_prefill_part(j, k, ends);
+        tkvcu_next_part(j, k, ends);
     }
     __syncthreads();
     while (s.task.left > 0) {
@@ -3939,7 +3906,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         }
         tkvcu_put_rows(j, s, u, tkvcu_anew(tid));
         __syncthreads();
-        if (tid == 0) tkvcu_prefill_part(j, s.task, ends);
+        if (tid == 0) tkvcu_next_part(j, s.task, ends);
         __syncthreads();
     }
 }

@@ -393,8 +393,6 @@ template <class T> static inline T tkvcu_kept(T x) { return x; }
 static inline const uint8_t *tkvcu_forward(const uint8_t *p, int n, uint32_t size) {
     return p + (size_t)n * size;
 }
-static inline float tkvcu_lg2(float x) { return log2f(x); }
-static inline float tkvcu_tanh(float x) { return tanhf(x); }
 
 /* c += a b, a 16 x 16, b 16 x 8: registers as in PTX's mma.m16n8k16. */
 template <class F>

@@ -111,14 +111,6 @@ TKVCU_DEVICE void tkvcu_move(const tkvcu_view *v, const tkvcu_append_call *c, tk
 }
 
 /* >>new tokens */
-/* Element number `at` of the caller's, which are aligned as their type. */
-TKVCU_DEVICE float tkvcu_value_at(const void *x, int type, ptrdiff_t at) {
-    uint32_t h;
-    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
-    h = ((const uint16_t *)x)[at];
-    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
-}
-
 typedef struct tkvcu_rows { /* where they go: this CTA's side of a region's first block */
     uint8_t *base;
     uint32_t bytes;
@@ -157,7 +149,7 @@ TKVCU_DEVICE void tkvcu_store_rows(const tkvcu_view *v, const tkvcu_append_call 
             is_hot ? hot_base + (size_t)(behind / TKVI_BLOCK % v->ring[TKVCU_HOT]) * v->block[TKVCU_HOT]
                    : sinks_base;
         const ptrdiff_t at = first + (ptrdiff_t)(i / Dim) * stride + i % Dim;
-        float x = tkvcu_value_at(which ? c->x[1] : c->x[0], c->type, at);
+        float x = tkvcu_element(which ? c->x[1] : c->x[0], c->type, (size_t)at);
         if (c->saturate) x = tkvi_saturate(x);
         *(uint16_t *)(void *)(bytes + 2 * (place * Dim + i % Dim)) =
             (is_hot ? hot.bf16 : sinks.bf16) ? tkvi_f32_to_bf16(x) : tkvi_f32_to_f16(x);
@@ -173,8 +165,8 @@ TKVCU_DEVICE int tkvcu_rows_bad(const tkvcu_view *v, const tkvcu_append_call *c,
     int i, bad = 0;
     TKVCU_ROLL
     for (i = (int)threadIdx.x; i < c->n_tokens * Dim; i += (int)blockDim.x)
-        bad |= !tkvi_is_finite(tkvcu_value_at(which ? c->x[1] : c->x[0], c->type,
-                                              first + (ptrdiff_t)(i / Dim) * stride + i % Dim));
+        bad |= !tkvi_is_finite(tkvcu_element(which ? c->x[1] : c->x[0], c->type,
+                                             (size_t)(first + (ptrdiff_t)(i / Dim) * stride + i % Dim)));
     return __syncthreads_or(bad);
 }
 

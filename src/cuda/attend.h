@@ -110,20 +110,6 @@ TKVCU_DEVICE int tkvcu_range(int units, int blocks, int block) {
     return block < working ? (int)((int64_t)units * block / working) : units;
 }
 
-/* >>elements of the caller's arrays */
-TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
-    uint32_t h;
-    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
-    h = ((const uint16_t *)x)[at];
-    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
-}
-
-TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
-    if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
-    else
-        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
-}
-
 /* tkvi_log_value; mantissa: 2^(k / 16) as bits of a float, in shared memory, where lanes may look each in
  * another place (and no register is spent on the address of the header's table). */
 TKVCU_DEVICE float tkvcu_log_value(uint32_t code, int top, const uint32_t *mantissa) {
@@ -1246,9 +1232,8 @@ TKVCU_DEVICE void tkvcu_finish(const tkvcu_job &j, tkvcu_block<D, NT> &b, const 
 }
 
 /* The next part that the block has units of; left: 0 if there is none. By one thread. */
-template <int D, int NT>
-TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, const int *ends) {
-    tkvcu_task k = b.task;
+template <class Task> TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, Task &task, const int *ends) {
+    Task k = task;
     int per;
     k.left = 0;
     if (k.unit < k.end) {
@@ -1260,11 +1245,10 @@ TKVCU_DEVICE void tkvcu_next_part(const tkvcu_job &j, tkvcu_block<D, NT> &b, con
         k.at %= per;
         for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
             k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvcu_units_in(k.reach, k.part) - k.at;
-        if (k.left > k.end - k.unit) k.left = k.end - k.unit;
+        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
         k.unit += k.left;
     }
-    b.task = k;
+    task = k;
 }
 
 /* The next run of the part, its sides and queries. By all threads. */
@@ -1357,7 +1341,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
         b.task.column = 4 * NT * (int)blockIdx.y;
         b.task.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
         b.task.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_next_part(j, b, ends);
+        tkvcu_next_part(j, b.task, ends);
     }
     __syncthreads();
     while (b.task.left > 0) {
@@ -1373,7 +1357,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
             __syncthreads();
         }
         tkvcu_finish(j, b, me, u, shared + warps_at, (size_t)warp_bytes);
-        if (tid == 0) tkvcu_next_part(j, b, ends);
+        if (tid == 0) tkvcu_next_part(j, b.task, ends);
         __syncthreads();
     }
 }

@@ -24,18 +24,6 @@
 
 #ifndef TKVCU_ON_CPU
 #define TKVCU_UNROLL_2 _Pragma("unroll 2")
-
-TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
-    uint32_t x;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-    return x;
-}
-
-TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t x;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
-    return x;
-}
 #else
 #define TKVCU_UNROLL_2
 #endif
@@ -119,8 +107,6 @@ TKVCU_DEVICE int tkvcu_turned_about(int row, int chunk) {
 }
 
 /* >>codes to halves */
-TKVCU_DEVICE tkvcu_words tkvcu_words_at(const uint8_t *p) { return *(const tkvcu_words *)(const void *)p; }
-
 /* Codes of two words of a tile, the first at `wide`; plane p's are the bytes of code[.][p]. half: where the
  * same words lie in the vector with top bits, shifted up by `upper`. */
 TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half, int upper,
@@ -130,7 +116,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 8) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_words_at(wide + 64 * p);
+            const tkvcu_words x = tkvcu_two(wide + 64 * p, 0);
             code[0][p] = x.x;
             code[1][p] = x.y;
         }
@@ -141,14 +127,14 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
     if (low == 4) {
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
-            const tkvcu_words x = tkvcu_words_at(wide + 64 * (p / 2));
+            const tkvcu_words x = tkvcu_two(wide + 64 * (p / 2), 0);
             code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
             code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
         }
     }
     if (low == 2 || width == 6) {
         const int at = width == 6 ? 4 : 0;
-        const tkvcu_words x = tkvcu_words_at(wide + 32 * at);
+        const tkvcu_words x = tkvcu_two(wide + 32 * at, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
@@ -156,7 +142,7 @@ TKVCU_DEVICE void tkvcu_plane_codes(uint32_t code[2][4], const uint8_t *wide, co
         }
     }
     if (width % 2) {
-        const tkvcu_words x = tkvcu_words_at(half);
+        const tkvcu_words x = tkvcu_two(half, 0);
         TKVCU_UNROLL
         for (p = 0; p < 4; p++) {
             code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
@@ -186,8 +172,8 @@ template <int D, int MT> TKVCU_DEVICE void tkvcu_open_k(tkvcu_prefill<D, MT> &s,
     TKVCU_ROLL
     for (n = warp; n < s.coded; n += TKVCU_PREFILL_WARPS) {
         const int channel = 16 * n + 4 * t;
-        const tkvcu_words scale = tkvcu_words_at((const uint8_t *)(s.scale[0] + channel));
-        const tkvcu_words fine = tkvcu_words_at((const uint8_t *)(s.fine + channel));
+        const tkvcu_words scale = tkvcu_two((const uint8_t *)(s.scale[0] + channel), 0);
+        const tkvcu_words fine = tkvcu_two((const uint8_t *)(s.fine + channel), 0);
         uint32_t code[2][4];
         tkvcu_slab_codes(code, s.slab[0][n], s.raw[0], g, t);
         TKVCU_UNROLL
@@ -812,26 +798,6 @@ TKVCU_DEVICE void tkvcu_put_rows(const tkvcu_job &j, const tkvcu_prefill<D, MT> 
     }
 }
 
-/* The next part that the block has units of; left: 0 if there is none. By one thread. */
-TKVCU_DEVICE void tkvcu_prefill_part(const tkvcu_job &j, tkvcu_prefill_task &task, const int *ends) {
-    tkvcu_prefill_task k = task;
-    int per;
-    k.left = 0;
-    if (k.unit < k.end) {
-        while (ends[k.entry] <= k.unit) k.entry++;
-        k.reach = tkvcu_reach_of(j, k.entry);
-        per = tkvcu_units_of(k.reach);
-        k.at = k.unit - (k.entry ? ends[k.entry - 1] : 0);
-        k.head = k.at / per;
-        k.at %= per;
-        for (k.part = 0; k.at >= tkvcu_units_in(k.reach, k.part); k.part++)
-            k.at -= tkvcu_units_in(k.reach, k.part);
-        k.left = tkvi_min(tkvcu_units_in(k.reach, k.part) - k.at, k.end - k.unit);
-        k.unit += k.left;
-    }
-    task = k;
-}
-
 /* Blocks of threads that a multiprocessor shall hold. */
 #define TKVCU_PREFILL_RESIDENT(D, MT) ((D) == 128 && (MT) == 2 ? 2 : 3)
 
@@ -854,7 +820,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         k.columns_here = tkvi_min(64 * MT, k.columns - k.column);
         k.unit = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x);
         k.end = tkvcu_range(total, (int)gridDim.x, (int)blockIdx.x + 1);
-        tkvcu_prefill_part(j, k, ends);
+        tkvcu_next_part(j, k, ends);
     }
     __syncthreads();
     while (s.task.left > 0) {
@@ -866,7 +832,7 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         }
         tkvcu_put_rows(j, s, u, tkvcu_anew(tid));
         __syncthreads();
-        if (tid == 0) tkvcu_prefill_part(j, s.task, ends);
+        if (tid == 0) tkvcu_next_part(j, s.task, ends);
         __syncthreads();
     }
 }

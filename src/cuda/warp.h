@@ -125,6 +125,17 @@ TKVCU_DEVICE float tkvcu_f16_lo(uint32_t x) {
 TKVCU_DEVICE float tkvcu_bf16_lo(uint32_t x) { return __uint_as_float(x << 16); }
 TKVCU_DEVICE float tkvcu_bf16_hi(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
+TKVCU_DEVICE uint32_t tkvcu_hmul2(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
+TKVCU_DEVICE uint32_t tkvcu_hfma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t x;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
 TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     uint32_t x;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(select));
@@ -171,6 +182,20 @@ static inline tkvcu_words tkvcu_read_words(tkvcu_at at) { return *(const tkvcu_w
 #define TKVCU_UNROLL
 #define TKVCU_ROLL
 #endif
+
+/* Elements of the caller's arrays, which are aligned as their type. */
+TKVCU_DEVICE float tkvcu_element(const void *x, int type, size_t at) {
+    uint32_t h;
+    if (type == TKV_TYPE_F32) return ((const float *)x)[at];
+    h = ((const uint16_t *)x)[at];
+    return type == TKV_TYPE_F16 ? tkvcu_f16_lo(h) : tkvcu_bf16_lo(h);
+}
+
+TKVCU_DEVICE void tkvcu_put_element(void *x, int type, size_t at, float y) {
+    if (type == TKV_TYPE_F32) ((float *)x)[at] = y;
+    else
+        ((uint16_t *)x)[at] = (uint16_t)(type == TKV_TYPE_F16 ? tkvcu_f16x2(y, 0.0f) : tkvcu_bf16x2(y, 0.0f));
+}
 
 /* The largest of the warp's, which are not negative. */
 TKVCU_DEVICE float tkvcu_warp_max(float x) {
