@@ -65,8 +65,12 @@
  *
  * NUMERICS
  *   decoded value     scale * code + zero with one rounding: bit-identical everywhere
- *   attention         against double precision on the decoded values: 1e-5 for F32, 2e-3 for F16 and BF16, and
- *                     at most a tenth of the format's own error for coded tiers (2e-3 or that with cfg.precise)
+ *   attention         against double precision on the decoded values: 1e-5 for F32, 2e-3 for F16 and BF16. In coded
+ *                     tiers the ratio to the format's own error is at most a tenth in the root mean square over calls,
+ *                     and at most a quarter in one call (cfg.precise: 2e-3 as well). This holds for values up to the
+ *                     range of FP16 and logits with a standard deviation up to 4. One-hot softmaxes are outside:
+ *                     a near tie may fall the other way. So are values that a grid holds exactly, such as +-6e4 alone:
+ *                     the own error is 0 there, and arithmetic errs by 1e-2 of the output
  *   threads           bit-identical with any number of threads, and without
  *   not promised      the same bits of attention on different instruction sets
  *

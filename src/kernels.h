@@ -163,8 +163,9 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
     return width < TKVI_WIDE ? tkvi_spread[!s->format->shared][width] * (float)TKVI_BLOCK : 0.0f;
 }
 
-/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error? Rounding errs by
- * step^2 spread / 12 a weight, step = most / top, the format by w^2. */
+/* Would one plane, of weights up to `top`, add more than a tenth of the format's own error in the root mean square?
+ * Rounding errs by step^2 spread / 12 a weight, step = most / top, the format by w^2. The rule bounds an expectation:
+ * one row can err twice as much. */
 #define TKVI_MAY_ERR(top) (0.09f * (float)(top) * (float)(top))
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_MAY_ERR(top) * (squares))

@@ -4,7 +4,8 @@
  * The oracle takes keys and values as tkv_read decodes them: what attention differs by is its arithmetic.
  * With keys and values as they were appended it differs by the format's own error too. Errors are relative,
  * L2 over the whole output of a call. Bounds of arithmetic: 1e-5 where every block is F32, 2e-3 where every
- * block is exact, else a tenth of the own error of the same call; with cfg.precise 2e-3 as well.
+ * block is exact. Coded blocks: the ratio to the own error of the same call is at most a tenth in the root mean
+ * square over many calls, and at most a quarter in one call; with cfg.precise 2e-3 as well.
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -405,9 +406,9 @@ typedef struct verdict {
 } verdict;
 
 static double arithmetic_bound(const fixture *f, double own) {
-    double tenth = larger(1e-5, own / 10);
+    double quarter = larger(1e-5, own / 4);
     if (!f->tiles) return f->half ? 2e-3 : 1e-5;
-    return f->cfg.precise ? smaller(2e-3, tenth) : tenth;
+    return f->cfg.precise ? smaller(2e-3, quarter) : quarter;
 }
 
 static double type_error(tkv_type type) {
@@ -785,7 +786,8 @@ static const int cover_want[] = {0, LSE, LSE | MASS};
 
 typedef struct worst {
     double arithmetic, ratio, least_own, most_own; /* ratio: arithmetic to its bound */
-    int cases;
+    double squares;                                /* of arithmetic to own error, where it has one */
+    int cases, coded;                              /* coded: with an own error */
 } worst;
 
 static void worst_note(worst *w, const verdict *x) {
@@ -794,6 +796,9 @@ static void worst_note(worst *w, const verdict *x) {
     w->arithmetic = larger(w->arithmetic, x->arithmetic);
     w->ratio = larger(w->ratio, x->arithmetic / x->bound);
     w->cases++;
+    if (x->own < 1e-4) return;
+    w->squares += x->arithmetic / x->own * (x->arithmetic / x->own);
+    w->coded++;
 }
 
 static verdict cover_run(const int *x, tkv_isa isa, uint64_t seed) {
@@ -850,9 +855,13 @@ static verdict cover_run(const int *x, tkv_isa isa, uint64_t seed) {
     return result;
 }
 
-static void cover_print(const char *name, const worst *w) {
-    printf("      %-24s %3d cases, arithmetic up to %.1e, %3.0f%% of its bound; own error %.1e to %.1e\n",
-           name, w->cases, w->arithmetic, 100.0 * w->ratio, w->least_own, w->most_own);
+/* A quarter bounds one call; over all calls of a kind the root mean square is a tenth at most. */
+static void cover_judge(const char *name, const worst *w) {
+    const double rms = w->coded ? sqrt(w->squares / w->coded) : 0.0;
+    printf("      %-24s %3d cases, arithmetic up to %.1e, %3.0f%% of its bound; own error %.1e to %.1e, "
+           "rms ratio %.3f\n",
+           name, w->cases, w->arithmetic, 100.0 * w->ratio, w->least_own, w->most_own, rms);
+    CHECK_MSG(rms <= 0.1, "%s: arithmetic is %.3f of the own error in the root mean square", name, rms);
 }
 
 TEST(cover) {
@@ -896,9 +905,50 @@ TEST(cover) {
         cases++;
     }
     printf("\n");
-    for (i = 0; i < N_FORMATS; i++) cover_print(cover_formats[i].name, &of_format[i]);
-    for (i = 0; i < DATA_COUNT; i++) cover_print(data_name[i], &of_data[i]);
-    for (i = 0; i < n_isas; i++) cover_print(tkv_isa_name(isas[i]), &of_isa[i]);
+    for (i = 0; i < N_FORMATS; i++) cover_judge(cover_formats[i].name, &of_format[i]);
+    for (i = 0; i < DATA_COUNT; i++) cover_judge(data_name[i], &of_data[i]);
+    for (i = 0; i < n_isas; i++) cover_judge(tkv_isa_name(isas[i]), &of_isa[i]);
+}
+
+/* The rule that gives weights a second plane, over many seeds: one call fluctuates too much to tell. Keys with a few
+ * large channels need the rule: without it their ratio is .11. */
+TEST(second_planes) {
+    static const struct rule_case {
+        int format, dim, data; /* indices of the tables above */
+        double most;
+    } cases[] = {{7, 12, LARGE_KEYS, 0.05}, /* kivi3, head_dim 192 */
+                 {7, 0, LARGE_KEYS, 0.05},
+                 {6, 1, LARGE_VALUES, 0.06}, /* kivi4; .09 without the rule */
+                 {13, 12, PEAKED, 0.1},      /* a40/r40: the ratio is largest here, with one plane */
+                 {1, 2, PEAKED, 0.1}};
+    const int seeds = tkv_test_quick() ? 12 : 48;
+    int isa, i, s;
+    for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
+        if (!tkv_isa_available((tkv_isa)isa)) continue;
+        if (tkv_test_isa() != TKV_ISA_AUTO && tkv_test_isa() != (tkv_isa)isa) continue;
+        for (i = 0; i < (int)(sizeof cases / sizeof cases[0]); i++) {
+            int x[N_FACTORS] = {0};
+            double rms;
+            worst w;
+            memset(&w, 0, sizeof w);
+            x[BY_FORMAT] = cases[i].format;
+            x[BY_HOT] = 1; /* f32 */
+            x[BY_DIM] = cases[i].dim;
+            x[BY_GQA] = 1;
+            x[BY_DATA] = cases[i].data;
+            x[BY_LEN] = 3;
+            x[BY_GROUP] = 1;
+            for (s = 0; s < seeds; s++) {
+                const verdict v = cover_run(x, (tkv_isa)isa, (uint64_t)s);
+                worst_note(&w, &v);
+            }
+            CHECK_EQ(w.coded, seeds);
+            rms = sqrt(w.squares / (w.coded ? w.coded : 1));
+            CHECK_MSG(rms <= cases[i].most, "%s, %s, %s: arithmetic is %.3f of the own error",
+                      cover_formats[cases[i].format].name, data_name[cases[i].data],
+                      tkv_isa_name((tkv_isa)isa), rms);
+        }
+    }
 }
 
 /* >>parameters, one by one and together, on four caches */
@@ -2013,6 +2063,7 @@ TEST(mixing_tiers_is_fair) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(cover);
+    RUN(second_planes);
     RUN(losses);
     RUN(reference);
     RUN(types_and_layouts);
