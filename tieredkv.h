@@ -529,7 +529,8 @@ typedef void (*tkv_on_event)(void *user, const tkv_event *event);
  * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
  * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
  * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
- * drop are not, nor while one of these runs. All bytes are checked when they come back. */
+ * drop are not, nor while one of these runs. Each part carries an XXH64, which is checked when it comes back. It finds
+ * accidents (lost, damaged, exchanged parts). It does not stop someone who writes to the store on purpose. */
 typedef struct tkv_spill_config { /* store and fetch, or none of these */
     int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
@@ -1834,14 +1835,6 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
-/* >>checksums: FNV-1a, 64 bits */
-#define TKVI_FNV1A_START 0xcbf29ce484222325u
-
-static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
 /* >>memory: every byte goes through a heap that counts. */
 typedef struct tkvi_heap {
     tkv_allocator from;
@@ -1965,6 +1958,86 @@ static void tkvi_unlock(int *lock) {
 }
 
 #endif /* TKVI_BASE_H */
+/* ======== checksum.h ======== */
+/*
+ * checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a for
+ * calibrations and threshold texts of version 1. May call base.
+ *
+ * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an attacker
+ * who can write to the store, because anyone can compute them.
+ */
+#ifndef TKVI_CHECKSUM_H
+#define TKVI_CHECKSUM_H
+
+
+/* >>FNV-1a, 64 bits */
+#define TKVI_FNV1A_START 0xcbf29ce484222325u
+
+static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
+    while (n--) h = (h ^ *p++) * 0x100000001b3u;
+    return h;
+}
+
+/* >>XXH64: "xxHash fast digest algorithm", version 0.2.0, chapter "XXH64 algorithm description". Words are read
+ * little-endian, so the result is the same on every machine. */
+#define TKVI_XXH64_PRIME1 0x9e3779b185ebca87u
+#define TKVI_XXH64_PRIME2 0xc2b2ae3d27d4eb4fu
+#define TKVI_XXH64_PRIME3 0x165667b19e3779f9u
+#define TKVI_XXH64_PRIME4 0x85ebca77c2b2ae63u
+#define TKVI_XXH64_PRIME5 0x27d4eb2f165667c5u
+
+static uint64_t tkvi_load64(const uint8_t *p) {
+    return (uint64_t)tkvi_load32(p) | (uint64_t)tkvi_load32(p + 4) << 32;
+}
+
+static void tkvi_store64(uint8_t *p, uint64_t x) {
+    tkvi_store32(p, (uint32_t)x);
+    tkvi_store32(p + 4, (uint32_t)(x >> 32));
+}
+
+static uint64_t tkvi_rotate_left(uint64_t x, int by) { return x << by | x >> (64 - by); }
+
+static uint64_t tkvi_xxh64_round(uint64_t sum, uint64_t word) {
+    return tkvi_rotate_left(sum + word * TKVI_XXH64_PRIME2, 31) * TKVI_XXH64_PRIME1;
+}
+
+static uint64_t tkvi_xxh64_merge(uint64_t sum, uint64_t lane) {
+    return (sum ^ tkvi_xxh64_round(0, lane)) * TKVI_XXH64_PRIME1 + TKVI_XXH64_PRIME4;
+}
+
+static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
+    const size_t size = n;
+    uint64_t sum = seed + TKVI_XXH64_PRIME5;
+    if (n >= 32) {
+        uint64_t a = seed + TKVI_XXH64_PRIME1 + TKVI_XXH64_PRIME2, b = seed + TKVI_XXH64_PRIME2, c = seed,
+                 d = seed - TKVI_XXH64_PRIME1;
+        for (; n >= 32; p += 32, n -= 32) {
+            a = tkvi_xxh64_round(a, tkvi_load64(p));
+            b = tkvi_xxh64_round(b, tkvi_load64(p + 8));
+            c = tkvi_xxh64_round(c, tkvi_load64(p + 16));
+            d = tkvi_xxh64_round(d, tkvi_load64(p + 24));
+        }
+        sum = tkvi_rotate_left(a, 1) + tkvi_rotate_left(b, 7) + tkvi_rotate_left(c, 12) +
+              tkvi_rotate_left(d, 18);
+        sum = tkvi_xxh64_merge(sum, a);
+        sum = tkvi_xxh64_merge(sum, b);
+        sum = tkvi_xxh64_merge(sum, c);
+        sum = tkvi_xxh64_merge(sum, d);
+    }
+    sum += (uint64_t)size;
+    for (; n >= 8; p += 8, n -= 8)
+        sum = tkvi_rotate_left(sum ^ tkvi_xxh64_round(0, tkvi_load64(p)), 27) * TKVI_XXH64_PRIME1 +
+              TKVI_XXH64_PRIME4;
+    for (; n >= 4; p += 4, n -= 4)
+        sum = tkvi_rotate_left(sum ^ tkvi_load32(p) * TKVI_XXH64_PRIME1, 23) * TKVI_XXH64_PRIME2 +
+              TKVI_XXH64_PRIME3;
+    for (; n > 0; p++, n--) sum = tkvi_rotate_left(sum ^ *p * TKVI_XXH64_PRIME5, 11) * TKVI_XXH64_PRIME1;
+    sum = (sum ^ sum >> 33) * TKVI_XXH64_PRIME2;
+    sum = (sum ^ sum >> 29) * TKVI_XXH64_PRIME3;
+    return sum ^ sum >> 32;
+}
+
+#endif /* TKVI_CHECKSUM_H */
 /* ======== logscale.h ======== */
 /*
  * logscale.h - scales in one byte: 16 steps to the octave, 16 octaves, and zero.
@@ -17175,13 +17248,15 @@ static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *
  * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
  *
  * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
- * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
- * the key, the head, the start and the coding of the block, and of a mark: bytes that are damaged, misplaced or of an
- * earlier block of that number are found out. Marks of blocks are 47 bits and never come again; those of copies count
- * the copies of a block's number, so one comes again when a store has lost the 65,535 between without a word.
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its bytes.
+ * The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that are
+ * damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64. This
+ * protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47 bits and
+ * never come again; those of copies count the copies of a block's number, so one comes again when a store has lost the
+ * 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
+ *     head h: at record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * Which blocks go and when: budget.h, promote.h. May call cache and below.
  */
@@ -17192,7 +17267,7 @@ static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *
 /* >>pieces */
 typedef struct tkvi_piece {
     uint32_t key;
-    size_t at, bytes; /* in what is stored, without the hash */
+    size_t at, bytes; /* in what is stored, without the checksum */
     size_t from;      /* in the block */
     uint64_t seed;
 } tkvi_piece;
@@ -17222,32 +17297,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
     tkvi_store32(text + 12, (uint32_t)coding);
     tkvi_store32(text + 16, (uint32_t)mark);
     tkvi_store32(text + 20, (uint32_t)(mark >> 32));
-    p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
+    p.seed = tkvi_xxh64(0, text, sizeof text);
     return p;
-}
-
-/* Four words at a time: as fast as memory, where FNV-1a would take longer than the attention. Every step is invertible,
- * so one changed word always shows. Words are the machine's: a store is read where it was written. */
-static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *out) {
-    uint64_t lane[4], word[4], h = seed;
-    int k;
-    for (k = 0; k < 4; k++) lane[k] = seed + (uint64_t)k;
-    while (n) {
-        const size_t some = n < sizeof word ? n : sizeof word;
-        if (some < sizeof word) memset(word, 0, sizeof word);
-        memcpy(word, p, some);
-        for (k = 0; k < 4; k++) {
-            lane[k] = (lane[k] ^ word[k]) * 0x9e3779b97f4a7c15u;
-            lane[k] ^= lane[k] >> 32;
-        }
-        p += some;
-        n -= some;
-    }
-    for (k = 0; k < 4; k++) {
-        h = (h ^ lane[k]) * 0xbf58476d1ce4e5b9u;
-        h ^= h >> 29;
-    }
-    memcpy(out, &h, TKVI_SPILL_HASH);
 }
 
 /* >>out */
@@ -17262,7 +17313,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
-            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
             if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
             tkvi_drop_key(&kv->pool, id, what);
             kv->unstored++;
@@ -17347,14 +17398,12 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    uint8_t hash[TKVI_SPILL_HASH];
     if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
     if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
-    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
-    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
     room->part = part;

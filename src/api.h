@@ -434,7 +434,8 @@ typedef void (*tkv_on_event)(void *user, const tkv_event *event);
  * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
  * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
  * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
- * drop are not, nor while one of these runs. All bytes are checked when they come back. */
+ * drop are not, nor while one of these runs. Each part carries an XXH64, which is checked when it comes back. It finds
+ * accidents (lost, damaged, exchanged parts). It does not stop someone who writes to the store on purpose. */
 typedef struct tkv_spill_config { /* store and fetch, or none of these */
     int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);

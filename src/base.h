@@ -199,14 +199,6 @@ static int tkvi_add(size_t a, size_t b, size_t *out) {
 
 TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
-/* >>checksums: FNV-1a, 64 bits */
-#define TKVI_FNV1A_START 0xcbf29ce484222325u
-
-static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
-    while (n--) h = (h ^ *p++) * 0x100000001b3u;
-    return h;
-}
-
 /* >>memory: every byte goes through a heap that counts. */
 typedef struct tkvi_heap {
     tkv_allocator from;

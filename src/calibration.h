@@ -14,6 +14,7 @@
 #ifndef TKVI_CALIBRATION_H
 #define TKVI_CALIBRATION_H
 
+#include "checksum.h"
 #include "sequence.h"
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */

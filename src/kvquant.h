@@ -17,6 +17,7 @@
 #define TKVI_KVQUANT_H
 
 #include "cache.h"
+#include "checksum.h"
 
 /* Where tokens come from: a layer's blocks, or samples. */
 typedef struct tkvi_tokens_of {

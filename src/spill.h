@@ -2,13 +2,15 @@
  * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
  *
  * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
- * so that attention fetches what it multiplies with and nothing else. Behind each piece stands a hash of its bytes, of
- * the key, the head, the start and the coding of the block, and of a mark: bytes that are damaged, misplaced or of an
- * earlier block of that number are found out. Marks of blocks are 47 bits and never come again; those of copies count
- * the copies of a block's number, so one comes again when a store has lost the 65,535 between without a word.
+ * so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its bytes.
+ * The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that are
+ * damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64. This
+ * protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47 bits and
+ * never come again; those of copies count the copies of a block's number, so one comes again when a store has lost the
+ * 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
- *     head h: at record[h].at + 16 h: K, [hash 8,] V, hash 8
+ *     head h: at record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
  * Which blocks go and when: budget.h, promote.h. May call cache and below.
  */
@@ -16,11 +18,12 @@
 #define TKVI_SPILL_H
 
 #include "cache.h"
+#include "checksum.h"
 
 /* >>pieces */
 typedef struct tkvi_piece {
     uint32_t key;
-    size_t at, bytes; /* in what is stored, without the hash */
+    size_t at, bytes; /* in what is stored, without the checksum */
     size_t from;      /* in the block */
     uint64_t seed;
 } tkvi_piece;
@@ -50,32 +53,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
     tkvi_store32(text + 12, (uint32_t)coding);
     tkvi_store32(text + 16, (uint32_t)mark);
     tkvi_store32(text + 20, (uint32_t)(mark >> 32));
-    p.seed = tkvi_fnv1a_more(TKVI_FNV1A_START, text, sizeof text);
+    p.seed = tkvi_xxh64(0, text, sizeof text);
     return p;
-}
-
-/* Four words at a time: as fast as memory, where FNV-1a would take longer than the attention. Every step is invertible,
- * so one changed word always shows. Words are the machine's: a store is read where it was written. */
-static void tkvi_spill_hash(uint64_t seed, const uint8_t *p, size_t n, uint8_t *out) {
-    uint64_t lane[4], word[4], h = seed;
-    int k;
-    for (k = 0; k < 4; k++) lane[k] = seed + (uint64_t)k;
-    while (n) {
-        const size_t some = n < sizeof word ? n : sizeof word;
-        if (some < sizeof word) memset(word, 0, sizeof word);
-        memcpy(word, p, some);
-        for (k = 0; k < 4; k++) {
-            lane[k] = (lane[k] ^ word[k]) * 0x9e3779b97f4a7c15u;
-            lane[k] ^= lane[k] >> 32;
-        }
-        p += some;
-        n -= some;
-    }
-    for (k = 0; k < 4; k++) {
-        h = (h ^ lane[k]) * 0xbf58476d1ce4e5b9u;
-        h ^= h >> 29;
-    }
-    memcpy(out, &h, TKVI_SPILL_HASH);
 }
 
 /* >>out */
@@ -90,7 +69,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
         for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
-            tkvi_spill_hash(p.seed, room, p.bytes, room + p.bytes);
+            tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
             if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
             tkvi_drop_key(&kv->pool, id, what);
             kv->unstored++;
@@ -175,14 +154,12 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    uint8_t hash[TKVI_SPILL_HASH];
     if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
     if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
-    tkvi_spill_hash(p.seed, room->bytes, p.bytes, hash);
-    if (memcmp(hash, room->bytes + p.bytes, TKVI_SPILL_HASH)) return TKV_ERR_DATA;
+    if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
     room->part = part;

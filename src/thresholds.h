@@ -16,6 +16,7 @@
 #ifndef TKVI_THRESHOLDS_H
 #define TKVI_THRESHOLDS_H
 
+#include "checksum.h"
 #include "plan.h"
 
 #include <stddef.h>

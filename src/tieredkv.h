@@ -10,6 +10,7 @@
 extern "C" {
 #endif
 #include "base.h"
+#include "checksum.h"
 #include "logscale.h"
 #include "rotate.h"
 #include "rope.h"

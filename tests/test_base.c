@@ -399,6 +399,74 @@ TEST(text_is_cut) {
     CHECK_STR(number(INT64_MIN), "-9223372036854775808");
 }
 
+/* >>checksums */
+/* The generator of the vectors that come with xxHash: the top byte of a running product. */
+static void xxh_sanity_bytes(uint8_t *p, size_t n) {
+    uint64_t x = 2654435761u;
+    size_t i;
+    for (i = 0; i < n; i++, x *= 11400714785074694797u) p[i] = (uint8_t)(x >> 56);
+}
+
+TEST(xxh64_vectors) {
+    static const struct {
+        size_t n;
+        uint64_t unseeded, seeded; /* by 2654435761 */
+    } known[] = {
+        {0, 0xef46db3751d8e999u, 0xac75fda2929b17efu},  {1, 0xe934a84adb052768u, 0x5014607643a9b4c3u},
+        {4, 0x9136a0dca57457eeu, 0xcaab286bd8e9fdb5u},  {14, 0x8282dcc4994e35c8u, 0xc3bd6bf63deb6df0u},
+        {32, 0x18b216492bb44b70u, 0xb3f33bdf93ade409u}, {63, 0xa9efbe0fa0f3f4e7u, 0x6c911fadb05b6fc2u},
+        {222, 0xb641ae8cb691c174u, 0x20cb8ab7ae10c14au}};
+    uint8_t bytes[223];
+    size_t i, shift;
+    for (shift = 0; shift < 2; shift++) { /* aligned or not */
+        xxh_sanity_bytes(bytes + shift, 222);
+        for (i = 0; i < sizeof known / sizeof known[0]; i++) {
+            CHECK(tkvi_xxh64(0, bytes + shift, known[i].n) == known[i].unseeded);
+            CHECK(tkvi_xxh64(2654435761u, bytes + shift, known[i].n) == known[i].seeded);
+        }
+    }
+    CHECK(tkvi_xxh64(0, (const uint8_t *)"abc", 3) == 0x44bc2cf5ad770999u);
+    CHECK(tkvi_xxh64(0, (const uint8_t *)"Nobody inspects the spammish repetition", 39) ==
+          0xfbcea83c8a378bf1u);
+}
+
+static void flip_bit(uint8_t *word, size_t next, int bit) { /* of 128: a word, and one `next` bytes on */
+    word[(bit < 64 ? 0 : next) + (size_t)(bit % 64 / 8)] ^= (uint8_t)(1u << bit % 8);
+}
+
+/* Every pattern of 1, 2 and 3 bits in two words that follow one another, in the bytes or in a lane (32 bytes on). */
+TEST(xxh64_finds_few_bits) {
+    enum { SIZE = 104 }; /* three rounds and a tail of one word */
+    static const size_t distance[] = {8, 32};
+    uint8_t bytes[SIZE];
+    uint64_t right;
+    size_t d, at;
+    long missed = 0, tried = 0;
+    int i, j, k;
+    xxh_sanity_bytes(bytes, SIZE);
+    right = tkvi_xxh64(7, bytes, SIZE);
+    for (d = 0; d < 2; d++)
+        for (at = 0; at + distance[d] + 8 <= SIZE; at += tkv_test_quick() ? 40 : 8)
+            for (i = 0; i < 128; i++) {
+                uint8_t *word = bytes + at;
+                flip_bit(word, distance[d], i);
+                for (j = i; j < 128; j++) { /* j == i: no second bit, k == j: no third one */
+                    if (j > i) flip_bit(word, distance[d], j);
+                    for (k = j; k < 128; k++) {
+                        if (k > j) flip_bit(word, distance[d], k);
+                        missed += tkvi_xxh64(7, bytes, SIZE) == right;
+                        tried++;
+                        if (k > j) flip_bit(word, distance[d], k);
+                    }
+                    if (j > i) flip_bit(word, distance[d], j);
+                }
+                flip_bit(word, distance[d], i);
+            }
+    CHECK(tkvi_xxh64(7, bytes, SIZE) == right);
+    CHECK_MSG(missed == 0, "%ld of %ld changes missed", missed, tried);
+    printf("\n      %ld changes\n", tried);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(halves_all);
@@ -416,6 +484,8 @@ int main(int argc, char **argv) {
 #endif
     RUN(heap_counts);
     RUN(arena);
+    RUN(xxh64_vectors);
+    RUN(xxh64_finds_few_bits);
     RUN(text_is_cut);
     return tkv_test_end();
 }
