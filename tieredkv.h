@@ -682,7 +682,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 
 /* Logit of query i (row), key j (position), head h, in this order:
  *   s = scale * q.k;  if softcap: s = softcap * tanh(s / softcap);  s += alibi[h] * (j - pos(i));  s += mask[i][j]
- * A row that sees no key gives zeros, and -inf as its log-sum-exp. */
+ * A row that sees no key gives zeros, and -inf as its log-sum-exp. A row whose query or logits
+ * are not finite sees no key. NaN and infinities are told by their bits, under -ffast-math as well. */
 typedef struct tkv_attend_params {
     int layer;
     int seq, n;            /* one sequence ... */
@@ -698,8 +699,9 @@ typedef struct tkv_attend_params {
     int non_causal;     /* 1: every query sees every key (cross-attention, encoders) */
     int window;         /* 0: the layer's; TKV_NONE: none; else the newest this many keys */
     float softcap;      /* 0: none */
-    const float *alibi; /* NULL, or one slope per query head */
-    const float *sinks; /* NULL, or one learned logit per query head that joins the softmax without a value */
+    const float *alibi; /* NULL, or one slope per query head, finite */
+    /* NULL, or one learned logit per query head that joins the softmax without a value; none where it is not finite */
+    const float *sinks;
     /* NULL, or added to the logits: mask[row * mask_stride + j] for key position j. <= -1e30 or NaN hides the
      * key, more than 1e30 counts as 1e30. Stride 0: the length of the longest sequence. */
     const float *mask;
@@ -1697,6 +1699,8 @@ TKVI_FN float tkvi_from_bits(uint32_t u) {
 }
 
 TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
+
+TKVI_FN int tkvi_is_nan(float x) { return (tkvi_bits(x) & 0x7fffffffu) > 0x7f800000u; }
 
 /* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
  * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
@@ -21234,6 +21238,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
+    for (i = 0; p->alibi && i < cfg->n_heads; i++)
+        if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
     c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
     c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
@@ -21410,12 +21416,16 @@ static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t
     }
 }
 
+/* The origin of a row whose query is not finite. Such a row sees no key. Told by tkvi_is_finite alone. */
+static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
+
 /* Row r of a unit, scaled, padded; returns its origin. */
 static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.head_dim, i, k;
     double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
@@ -21424,7 +21434,13 @@ static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float 
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
         for (k = 0; k < 16; k++) row[i + k] = x[k];
+        for (k = 0; k < 16; k++) exponent[k] |= (tkvi_bits(x[k]) & 0x7f800000u) + 0x00800000u;
         for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
+    }
+    for (k = 0; k < 16; k++) most |= exponent[k];
+    if (most >> 31) { /* an exponent of all ones: a NaN or an infinity */
+        memset(row, 0, (size_t)u->k_pad * sizeof *row);
+        return tkvi_no_origin();
     }
     for (k = 0; k < 16; k++) origin += sum[k];
     return (float)origin;
@@ -21454,6 +21470,13 @@ static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
+/* What an additive mask says of a key: TKVI_HIDDEN, or what to add. Bits tell a NaN: under -ffast-math no comparison
+ * does. */
+static float tkvi_mask_bias(float m) {
+    if (tkvi_is_nan(m) || m <= TKVI_HIDDEN) return TKVI_HIDDEN;
+    return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+}
+
 /* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
 static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
@@ -21461,9 +21484,9 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
     if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
     if (p->mask) {
-        const float m = p->mask[row * u->call->mask_stride + j];
-        if (!(m > TKVI_HIDDEN)) return TKVI_HIDDEN;
-        s += m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+        const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
+        s += bias;
     }
     if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1))
         return TKVI_HIDDEN;
@@ -21473,6 +21496,7 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
 static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
         if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
@@ -21616,6 +21640,16 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, co
     for (space = 0; space < 2; space++)
         if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
+}
+
+/* Rows whose query or logits are not finite see no key: they have no sum. */
+static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const tkvi_sums *s) {
+    int r;
+    for (r = 0; r < u->rows; r++)
+        if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
+            s->l[r] = 0.0f;
+            memset(s->o + r * u->v_pad, 0, (size_t)u->v_pad * sizeof *s->o);
+        }
 }
 
 /* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
@@ -21842,7 +21876,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
-        float origin = c->p->softcap > 0.0f ? 0.0f : origins[r], weight = 1.0f, *row = o + r * u->v_pad;
+        float origin = c->p->softcap > 0.0f || !tkvi_is_finite(origins[r]) ? 0.0f : origins[r];
+        float weight = 1.0f, *row = o + r * u->v_pad;
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
             float *turned = o + (TKVI_ROWS + r) * u->v_pad;
@@ -22038,6 +22073,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
+    tkvi_empty_nonfinite(&u, q.origin, &sums);
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
@@ -22213,6 +22249,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.m = from->m + first;
     sums.l = from->l + first;
     sums.far = from->far + first;
+    tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     if (u->call->mass) tkvi_many_gather(&eight, &sums);
@@ -22328,6 +22365,7 @@ static void tkvi_run_mass(void *ctx, int index) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
+                if (!tkvi_is_finite(lse)) continue; /* it sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
                     if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
@@ -22709,11 +22747,15 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
                              int j, int len, int *seen) {
     const tkv_attend_params *p = c->p;
     int at = len - c->rows[item].n + query, i;
-    double s = 0.0;
+    double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && j > at) return 0.0;
     if (c->window && at - j >= c->window) return 0.0;
-    if (p->mask && !(p->mask[row * c->mask_stride + j] > TKVI_HIDDEN)) return 0.0;
+    if (p->mask) {
+        const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return 0.0;
+        add = (double)bias;
+    }
     if (p->mask_bits && j >= len - p->mask_bits_n) {
         int bit = j - (len - p->mask_bits_n);
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
@@ -22724,11 +22766,14 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
     if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
-    if (p->mask) {
-        double m = (double)p->mask[row * c->mask_stride + j];
-        s += m < -(double)TKVI_HIDDEN ? m : -(double)TKVI_HIDDEN;
-    }
-    return s;
+    return s + add;
+}
+
+static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
+    int i, finite = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
+    return finite;
 }
 
 /* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
@@ -22739,6 +22784,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_room room[2];
+    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -22766,7 +22812,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
-                if (!(there >> t & 1)) continue;
+                if (!(there >> t & 1) || !finite) continue;
                 j = tkvi_at(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);

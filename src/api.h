@@ -587,7 +587,8 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 
 /* Logit of query i (row), key j (position), head h, in this order:
  *   s = scale * q.k;  if softcap: s = softcap * tanh(s / softcap);  s += alibi[h] * (j - pos(i));  s += mask[i][j]
- * A row that sees no key gives zeros, and -inf as its log-sum-exp. */
+ * A row that sees no key gives zeros, and -inf as its log-sum-exp. A row whose query or logits
+ * are not finite sees no key. NaN and infinities are told by their bits, under -ffast-math as well. */
 typedef struct tkv_attend_params {
     int layer;
     int seq, n;            /* one sequence ... */
@@ -603,8 +604,9 @@ typedef struct tkv_attend_params {
     int non_causal;     /* 1: every query sees every key (cross-attention, encoders) */
     int window;         /* 0: the layer's; TKV_NONE: none; else the newest this many keys */
     float softcap;      /* 0: none */
-    const float *alibi; /* NULL, or one slope per query head */
-    const float *sinks; /* NULL, or one learned logit per query head that joins the softmax without a value */
+    const float *alibi; /* NULL, or one slope per query head, finite */
+    /* NULL, or one learned logit per query head that joins the softmax without a value; none where it is not finite */
+    const float *sinks;
     /* NULL, or added to the logits: mask[row * mask_stride + j] for key position j. <= -1e30 or NaN hides the
      * key, more than 1e30 counts as 1e30. Stride 0: the length of the longest sequence. */
     const float *mask;

@@ -116,6 +116,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
+    for (i = 0; p->alibi && i < cfg->n_heads; i++)
+        if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
     c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
     c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
@@ -292,12 +294,16 @@ static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t
     }
 }
 
+/* The origin of a row whose query is not finite. Such a row sees no key. Told by tkvi_is_finite alone. */
+static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
+
 /* Row r of a unit, scaled, padded; returns its origin. */
 static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.head_dim, i, k;
     double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
@@ -306,7 +312,13 @@ static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float 
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
         for (k = 0; k < 16; k++) row[i + k] = x[k];
+        for (k = 0; k < 16; k++) exponent[k] |= (tkvi_bits(x[k]) & 0x7f800000u) + 0x00800000u;
         for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
+    }
+    for (k = 0; k < 16; k++) most |= exponent[k];
+    if (most >> 31) { /* an exponent of all ones: a NaN or an infinity */
+        memset(row, 0, (size_t)u->k_pad * sizeof *row);
+        return tkvi_no_origin();
     }
     for (k = 0; k < 16; k++) origin += sum[k];
     return (float)origin;
@@ -336,6 +348,13 @@ static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
+/* What an additive mask says of a key: TKVI_HIDDEN, or what to add. Bits tell a NaN: under -ffast-math no comparison
+ * does. */
+static float tkvi_mask_bias(float m) {
+    if (tkvi_is_nan(m) || m <= TKVI_HIDDEN) return TKVI_HIDDEN;
+    return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+}
+
 /* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
 static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
@@ -343,9 +362,9 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
     if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
     if (p->mask) {
-        const float m = p->mask[row * u->call->mask_stride + j];
-        if (!(m > TKVI_HIDDEN)) return TKVI_HIDDEN;
-        s += m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+        const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
+        s += bias;
     }
     if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1))
         return TKVI_HIDDEN;
@@ -355,6 +374,7 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
 static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
         if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
@@ -498,6 +518,16 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, co
     for (space = 0; space < 2; space++)
         if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
     for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
+}
+
+/* Rows whose query or logits are not finite see no key: they have no sum. */
+static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const tkvi_sums *s) {
+    int r;
+    for (r = 0; r < u->rows; r++)
+        if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
+            s->l[r] = 0.0f;
+            memset(s->o + r * u->v_pad, 0, (size_t)u->v_pad * sizeof *s->o);
+        }
 }
 
 /* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
@@ -724,7 +754,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
-        float origin = c->p->softcap > 0.0f ? 0.0f : origins[r], weight = 1.0f, *row = o + r * u->v_pad;
+        float origin = c->p->softcap > 0.0f || !tkvi_is_finite(origins[r]) ? 0.0f : origins[r];
+        float weight = 1.0f, *row = o + r * u->v_pad;
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
             float *turned = o + (TKVI_ROWS + r) * u->v_pad;
@@ -920,6 +951,7 @@ static void tkvi_run_unit(void *ctx, int index) {
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
+    tkvi_empty_nonfinite(&u, q.origin, &sums);
     if (w->call->listen) tkvi_listen(&u, &q, &sums);
     if (w->call->metric) tkvi_listen_queries(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
@@ -1095,6 +1127,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.m = from->m + first;
     sums.l = from->l + first;
     sums.far = from->far + first;
+    tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     if (u->call->mass) tkvi_many_gather(&eight, &sums);
@@ -1210,6 +1243,7 @@ static void tkvi_run_mass(void *ctx, int index) {
                 int row = u.seq_row + tkvi_query_of(&u, r);
                 float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
                 const float *s = scores + r * TKVI_BLOCK;
+                if (!tkvi_is_finite(lse)) continue; /* it sees no key */
                 if (c->p->softcap <= 0.0f) lse -= q.origin[r];
                 for (t = 0; t < TKVI_BLOCK; t++)
                     if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));

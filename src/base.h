@@ -62,6 +62,8 @@ TKVI_FN float tkvi_from_bits(uint32_t u) {
 
 TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
+TKVI_FN int tkvi_is_nan(float x) { return (tkvi_bits(x) & 0x7fffffffu) > 0x7f800000u; }
+
 /* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
  * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
 TKVI_FN float tkvi_f32(float x) {

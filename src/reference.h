@@ -13,11 +13,15 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
                              int j, int len, int *seen) {
     const tkv_attend_params *p = c->p;
     int at = len - c->rows[item].n + query, i;
-    double s = 0.0;
+    double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && j > at) return 0.0;
     if (c->window && at - j >= c->window) return 0.0;
-    if (p->mask && !(p->mask[row * c->mask_stride + j] > TKVI_HIDDEN)) return 0.0;
+    if (p->mask) {
+        const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return 0.0;
+        add = (double)bias;
+    }
     if (p->mask_bits && j >= len - p->mask_bits_n) {
         int bit = j - (len - p->mask_bits_n);
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
@@ -28,11 +32,14 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
     if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
-    if (p->mask) {
-        double m = (double)p->mask[row * c->mask_stride + j];
-        s += m < -(double)TKVI_HIDDEN ? m : -(double)TKVI_HIDDEN;
-    }
-    return s;
+    return s + add;
+}
+
+static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
+    int i, finite = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
+    return finite;
 }
 
 /* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
@@ -43,6 +50,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
     tkvi_room room[2];
+    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
@@ -70,7 +78,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 float x[TKV_MAX_HEAD_DIM];
                 int seen, ch;
                 double s, w;
-                if (!(there >> t & 1)) continue;
+                if (!(there >> t & 1) || !finite) continue;
                 j = tkvi_at(kv, ids[i], t);
                 tkvi_decode_side(&rec->k, k, t, 1, x, 0);
                 s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
