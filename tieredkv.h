@@ -20590,12 +20590,13 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, last = 0, tighten = 0;
+    int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
-    if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
-        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", kv ? n : 0,
-                         " blocks (tkv_remat_blocks says how many)");
+    if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
+    if (tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
+        return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
+                         " blocks (tkv_remat_blocks)");
     st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {

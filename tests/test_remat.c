@@ -583,6 +583,11 @@ TEST(decisions_are_done) {
     CHECK_EQ(tkv_memory_of(b, 0, 0, &m), TKV_OK);
     had = m.total;
     CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, n - 1, &freed), TKV_ERR_ARG);
+    CHECK_STR(tkv_last_error(b),
+              "blocks is missing or too short: the sequence has 15 blocks (tkv_remat_blocks)");
+    CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, -1, &freed), TKV_ERR_ARG);
+    CHECK_EQ(tkv_remat_free(b, 0, NULL, 0.95f, want, blocks, actions, 32, &freed), TKV_ERR_ARG);
+    CHECK_STR(tkv_last_error(b), "r is missing"); /* without a number that nobody has set */
     CHECK_EQ(tkv_remat_free(b, 0, &r, 0.95f, want, blocks, actions, 32, &freed), TKV_OK);
     CHECK_EQ((int)freed, 3 * BLOCK * ROW * 2 * 2 * LAYERS);
     CHECK_EQ(tkv_memory_of(b, 0, 0, &m), TKV_OK);
