@@ -437,8 +437,8 @@ typedef struct tkv_policy_config {
     float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
     float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
     float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level;                       /* where it begins and never goes below */
-    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+    int min_level; /* where it begins and never goes below, however much memory is free: see tkv_budget */
+    int max_level; /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
 /* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
@@ -939,7 +939,8 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
  * has changed; only where an allocator or a store fails half-way, what made room until then stays.
- * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
+ * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
  * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
@@ -971,7 +972,8 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
  * 2^30 - 2, or in place without a budget. Without a budget reservations end, as with tkv_set_level. */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
- * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
+ * the level allows is free again, and at cfg.policy.min_level all that has come of age. *done (may be NULL) gets the
+ * number of blocks. O(sequences * layers) a block. */
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
  * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */
@@ -18650,9 +18652,9 @@ static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
 }
 
-/* The oldest of all lists that has such a slot. */
-static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, tkvi_stale *oldest) {
-    int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
+/* The oldest of all lists that has such a slot. early: tables that are missing may be made of what there is. */
+static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
+    int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19107,17 +19109,18 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
 /* >>work */
 /* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
  * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
- * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t within) {
+ * there is no room beside what is needed. Others would close pages in turn, but there may be no others. early: as in
+ * tkvi_next_stale. */
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
-    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
+    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         const tkvi_outlook then = tkvi_now(kv);
         then.slots[tkvi_coding_at(kv, &s)->size_class]--;
         then.slots[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
             return 0;
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
@@ -19145,6 +19148,21 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
                ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
                : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
+}
+
+/* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
+static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
+    const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
+    return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
+}
+
+/* The oldest block that the level wants tighter, if it is time for it: bytes press, or this is cfg.policy.min_level,
+ * at which nothing stays looser however much memory is free. Only pressure makes a table of few tokens: else blocks
+ * wait for theirs. Returns the bytes won. */
+static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
+    const int level = kv->tables.level;
+    if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
+    return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
 }
 
 /* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
@@ -19204,12 +19222,11 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     kv->debt += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
         (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
-        !tkvi_next_stale(kv, TKVI_ANYWHERE, &s))
+        !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
-        size_t won = 0;
-        if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
-            won = tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
+        const size_t won =
+            tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) || (level > 0 && outside > p->threshold[level - 1]));
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =
@@ -19248,7 +19265,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
         if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
-        if (tkvi_tighten_one(kv, 0)) continue;
+        if (tkvi_tighten_one(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -19358,10 +19375,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv || max_work < 0) return TKV_ERR_ARG;
     tkvi_ask_nothing(kv);
-    while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
-           tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
-           tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes))
-        n++;
+    while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);
@@ -20609,7 +20623,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_settle(kv, seq);

@@ -342,8 +342,8 @@ typedef struct tkv_policy_config {
     float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
     float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
     float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level;                       /* where it begins and never goes below */
-    int max_level;                       /* 0: the last one; TKV_NONE: level 0 for ever */
+    int min_level; /* where it begins and never goes below, however much memory is free: see tkv_budget */
+    int max_level; /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
 /* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
@@ -844,7 +844,8 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * 95 % of the budget, each only when everything old is at the present one; whatever the average, the next level
  * begins when an append would not fit. When the last level is not enough the append gets TKV_ERR_BUDGET, and nothing
  * has changed; only where an allocator or a store fails half-way, what made room until then stays.
- * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). After a cut or a reset
+ * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
+ * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
  * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
@@ -876,7 +877,8 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
  * 2^30 - 2, or in place without a budget. Without a budget reservations end, as with tkv_set_level. */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Does up to max_work blocks of what appends would have to do soon, for idle moments: recoding until a tenth of what
- * the level allows is free again. *done (may be NULL) gets the number of blocks. O(sequences * layers) a block. */
+ * the level allows is free again, and at cfg.policy.min_level all that has come of age. *done (may be NULL) gets the
+ * number of blocks. O(sequences * layers) a block. */
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
 /* A pressure of the caller's, 0 to 1, such as that of the whole process: counts until the next one where it is
  * above the cache's own. From any thread, at any time (gcc, clang). TKV_ERR_ARG: not a number. */

@@ -249,9 +249,9 @@ static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
 }
 
-/* The oldest of all lists that has such a slot. */
-static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, tkvi_stale *oldest) {
-    int seq, layer, found = 0, most = -1, tables = !tkvi_any_step(kv);
+/* The oldest of all lists that has such a slot. early: tables that are missing may be made of what there is. */
+static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
+    int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -706,17 +706,18 @@ static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
 /* >>work */
 /* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
  * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
- * there is no room beside what is needed. Others would close pages in turn, but there may be no others. */
-static size_t tkvi_tighten_one(tkv_cache *kv, size_t within) {
+ * there is no room beside what is needed. Others would close pages in turn, but there may be no others. early: as in
+ * tkvi_next_stale. */
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     tkvi_stale s;
     size_t had;
     const int spare = kv->pool.spare;
-    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, &s)) return 0;
+    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
         const tkvi_outlook then = tkvi_now(kv);
         then.slots[tkvi_coding_at(kv, &s)->size_class]--;
         then.slots[kv->tables.coding[s.coding].size_class]++;
-        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, &s))
+        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
             return 0;
     }
     had = tkvi_coding_at(kv, &s)->bytes.total;
@@ -744,6 +745,21 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
                ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
                : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
+}
+
+/* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
+static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
+    const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
+    return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
+}
+
+/* The oldest block that the level wants tighter, if it is time for it: bytes press, or this is cfg.policy.min_level,
+ * at which nothing stays looser however much memory is free. Only pressure makes a table of few tokens: else blocks
+ * wait for theirs. Returns the bytes won. */
+static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
+    const int level = kv->tables.level;
+    if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
+    return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
 }
 
 /* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
@@ -803,12 +819,11 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     kv->debt += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
         (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
-        !tkvi_next_stale(kv, TKVI_ANYWHERE, &s))
+        !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
-        size_t won = 0;
-        if (level > 0 && (tkvi_in_use(kv) > tkvi_soft_limit(kv, level) || outside > p->threshold[level - 1]))
-            won = tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
+        const size_t won =
+            tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) || (level > 0 && outside > p->threshold[level - 1]));
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =
@@ -847,7 +862,7 @@ static int tkvi_make_room(tkv_cache *kv, size_t budget) {
         if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
-        if (tkvi_tighten_one(kv, 0)) continue;
+        if (tkvi_tighten_one(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
         else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
@@ -957,10 +972,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
     if (!kv || max_work < 0) return TKV_ERR_ARG;
     tkvi_ask_nothing(kv);
-    while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
-           tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
-           tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes))
-        n++;
+    while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);

@@ -153,7 +153,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
         for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes);
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
     tkvi_settle(kv, seq);

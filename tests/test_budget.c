@@ -446,6 +446,45 @@ TEST(profiles_and_ladders) {
     tkv_destroy(kv);
 }
 
+/* At cfg.policy.min_level nothing that is old stays looser, however much memory is free. */
+static void check_min_level(int min_level, int chunk) {
+    tkv_config cfg = small((size_t)64 << 20);
+    tkv_tier_info tiers;
+    tkv_cache *kv;
+    int seq, l, done;
+    cfg.policy.min_level = min_level;
+    forget_all();
+    kv = make(&cfg);
+    for (seq = 0; seq < 2; seq++)
+        while (told[seq][LAYERS - 1].len + chunk <= 1280) {
+            CHECK_EQ(append_all(kv, seq, chunk), TKV_OK);
+            if (told[seq][0].len % 256 || told[seq][0].len < 1024) continue;
+            CHECK_LE(budget_of(kv).pending, LAYERS * (3 + chunk / BLOCK)); /* it keeps pace by itself */
+            CHECK_EQ(tkv_maintain(kv, 1000, &done), TKV_OK);
+            CHECK_EQ(budget_of(kv).pending, 0);
+        }
+    CHECK_EQ(budget_of(kv).level, min_level);
+    CHECK_EQ(tkv_maintain(kv, 1000, &done), TKV_OK);
+    CHECK_EQ(done, 0);
+    for (seq = 0; seq < 2; seq++)
+        for (l = 0; l < LAYERS; l++) {
+            CHECK_EQ(tkv_tier_counts(kv, seq, l, &tiers), TKV_OK);
+            CHECK_LE(tiers.tokens[TKV_HOT],
+                     4 + 64 + BLOCK + chunk); /* sinks, hot_tokens, what waits for its block */
+            CHECK_LE(min_level == 3 ? 500 : 0, tiers.tokens[TKV_ARCHIVE]);
+        }
+    sound(kv);
+    (void)all_read_well(kv);
+    tkv_destroy(kv);
+}
+
+TEST(min_level_holds_while_memory_is_free) {
+    static const int chunk[] = {1, 64, CHUNK};
+    int level, i;
+    for (level = 1; level <= 3; level++)
+        for (i = 0; i < COUNT(chunk); i++) check_min_level(level, chunk[i]);
+}
+
 /* >>changes at run time */
 TEST(budget_goes_down_and_up) {
     tkv_config cfg = small(1700 * 1000);
@@ -865,6 +904,7 @@ int main(int argc, char **argv) {
     RUN(steps_reach_as_far);
     RUN(last_append_is_exact);
     RUN(profiles_and_ladders);
+    RUN(min_level_holds_while_memory_is_free);
     RUN(budget_goes_down_and_up);
     RUN(what_is_coded_stays_coded);
     RUN(idle_time_is_used);
