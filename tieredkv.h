@@ -1210,10 +1210,11 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  * put the heads of a query together first, where there are more than 8 as many as run together.
  *
  * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
- * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
- * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
- * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
- * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 16,777,215.
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns.
+ * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate. What
+ * happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0: the
+ * strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries begin
+ * anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every.
  * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
  * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
  * brings something.
@@ -12984,8 +12985,9 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 typedef struct tkvi_mass_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign;                 /* of what is gathered, where high numbers are to be good */
-    float one;                  /* 1 as a whole number */
+    float sign;  /* of what is gathered, where high numbers are to be good */
+    float one;   /* 1 as a whole number */
+    float least; /* the same of all queries together, at least: 0 where sampling does not scale it */
     tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
     tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
@@ -13001,11 +13003,14 @@ enum {
 };
 
 static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, TKV_IMPORTANCE_SUM, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+     tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
@@ -13019,7 +13024,7 @@ typedef struct tkvi_mass {
     int newest;                 /* the newest so many do */
     tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
     float one;          /* 1 of what a query head tells, as a whole number */
-    float unit;         /* 1 of what it all comes to */
+    float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
 } tkvi_mass;
 
@@ -13028,8 +13033,12 @@ static void tkvi_mass_heads(tkvi_mass *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    const float stands_for = m->mode->least > 0.0f ? (float)m->every : 1.0f;
+    float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
-    m->unit = m->one * (float)mean;
+    if (stands_for > most)
+        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* else `unit` were too coarse */
+    m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }

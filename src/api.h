@@ -1115,10 +1115,11 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  * put the heads of a query together first, where there are more than 8 as many as run together.
  *
  * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
- * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns,
- * so sums are about that part of the whole. What happens between two appends is a step; for each token that came
- * since sums are decayed by importance.decay (0: the strategy's, but 1 where the policy decides): after a chunk of
- * 64 by its 64th power; those of newest queries begin anew with each step. Sums end at 4,095, counts at 16,777,215.
+ * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns.
+ * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate. What
+ * happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0: the
+ * strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries begin
+ * anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every.
  * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
  * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
  * brings something.

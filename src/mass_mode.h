@@ -77,8 +77,9 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 typedef struct tkvi_mass_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
-    float sign;                 /* of what is gathered, where high numbers are to be good */
-    float one;                  /* 1 as a whole number */
+    float sign;  /* of what is gathered, where high numbers are to be good */
+    float one;   /* 1 as a whole number */
+    float least; /* the same of all queries together, at least: 0 where sampling does not scale it */
     tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
     tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
@@ -94,11 +95,14 @@ enum {
 };
 
 static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, TKV_IMPORTANCE_SUM, tkvi_weight_lows, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
+    {0, 0, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+     tkvi_join_sums},
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
 };
 
 /* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
@@ -112,7 +116,7 @@ typedef struct tkvi_mass {
     int newest;                 /* the newest so many do */
     tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
     float one;          /* 1 of what a query head tells, as a whole number */
-    float unit;         /* 1 of what it all comes to */
+    float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
 } tkvi_mass;
 
@@ -121,8 +125,12 @@ static void tkvi_mass_heads(tkvi_mass *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    const float stands_for = m->mode->least > 0.0f ? (float)m->every : 1.0f;
+    float most = m->mode->least > 0.0f ? m->mode->one / m->mode->least : stands_for;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
-    m->unit = m->one * (float)mean;
+    if (stands_for > most)
+        m->one = tkvi_f32(m->one * tkvi_f32(stands_for / most)); /* else `unit` were too coarse */
+    m->unit = tkvi_f32(m->one * (float)mean) / stands_for;
     if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }

@@ -107,7 +107,8 @@ static void expect(way how, int every, double decay) {
 }
 
 static void expect_row(const double *p, const char *seen, int len) {
-    const double part = o.part > 0.0 ? o.part : 1.0;
+    const int scaled = o.how == SUM || o.how == LOWS; /* one query that tells stands for `every` of them */
+    const double part = (o.part > 0.0 ? o.part : 1.0) * (scaled ? o.every : 1);
     double low = o.low;
     int j, n = 0;
     o.told++;
@@ -118,7 +119,7 @@ static void expect_row(const double *p, const char *seen, int len) {
         if (o.how == LARGEST) o.want[j] = part * p[j] > o.want[j] ? part * p[j] : o.want[j];
         else if (o.how == LOWS) o.want[j] -= p[j] < low ? part : 0.0;
         else o.want[j] += part * p[j];
-        if (o.how == LOWS && fabs(p[j] - low) < 1e-3 * low) o.unsure[j] += 1.0;
+        if (o.how == LOWS && fabs(p[j] - low) < 1e-3 * low) o.unsure[j] += part;
     }
 }
 
@@ -173,7 +174,8 @@ static void expect_call(tkv_cache *kv, const tkv_attend_params *q) {
 
 /* must: something has been told */
 static void compare(tkv_cache *kv, const char *what, int must) {
-    const double tol = 1e-5 * (o.told + 1) + (o.decay < 1.0 ? 2e-5 : 0.0);
+    const double scale = o.how == SUM || o.how == LOWS ? o.every : 1;
+    const double tol = scale * (1e-5 * (o.told + 1) + (o.decay < 1.0 ? 2e-5 : 0.0));
     double most = 0.0, all = 0.0;
     int j, worst = 0;
     gathered(kv, LAYER, a_now);
@@ -362,6 +364,85 @@ TEST(query_heads_change_no_answer) {
 }
 
 /* Calls between two appends are one step; those of the next one begin anew, and so do the readers. */
+/* >>rates: importance means the same, however few queries tell */
+enum { FAMOUS = 30, YOUNG = 8, RATE_TOKENS = 320, RATE_FROM = 192 };
+
+/* Decodes tokens of which FAMOUS gets a third of all attention and each other key an even share of the rest. Averages
+ * of the last 128 steps: the importance of FAMOUS, of a key that is as old, and of one that came YOUNG tokens ago. */
+static void check_rate(const tkv_config *cfg, double *famous, double *other, double *young) {
+    const int row = cfg->n_kv_heads * DIM;
+    tkv_cache *kv = make(cfg);
+    int n, h, c;
+    *famous = *other = *young = 0.0;
+    memset(q_in, 0, sizeof q_in);
+    for (h = 0; h < HEADS; h++) q_in[h * DIM] = 1.0f;
+    for (n = 0; n < RATE_TOKENS; n++) {
+        memset(k_in, 0, (size_t)row * sizeof *k_in);
+        for (c = 0; c < row; c++) v_in[c] = 1.0f;
+        CHECK_EQ(tkv_append(kv, 0, LAYER, k_in, v_in, 1), TKV_OK);
+        if (n > FAMOUS) {
+            tkv_attend_params p = ask_of(1);
+            memset(mass, 0, sizeof mass);
+            mass[FAMOUS] = logf((float)n / 2.0f); /* a third, whatever n is */
+            p.mask = mass;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+        }
+        if (n < RATE_FROM) continue;
+        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, n + 1, a_now, NULL), TKV_OK);
+        *famous += (double)a_now[FAMOUS] / (RATE_TOKENS - RATE_FROM);
+        *other += (double)a_now[FAMOUS + 1] / (RATE_TOKENS - RATE_FROM);
+        *young += (double)a_now[n - YOUNG] / (RATE_TOKENS - RATE_FROM);
+    }
+    tkv_destroy(kv);
+}
+
+TEST(rates_mean_the_same) {
+    static const tkv_importance_strategy strategy[] = {TKV_IMPORTANCE_HYBRID, TKV_IMPORTANCE_ACCUMULATION,
+                                                       TKV_IMPORTANCE_HEAVY_HITTER,
+                                                       TKV_IMPORTANCE_PERSISTENCE};
+    static const int every[] = {1, 8, 32};
+    double famous[3], other[3], young[3];
+    int s, i, heads;
+    NEEDS_ATOMICS;
+    for (s = 0; s < COUNT(strategy); s++)
+        for (heads = 1; heads <= 4; heads *= 4) {
+            for (i = 0; i < COUNT(every); i++) {
+                tkv_config cfg = exact(heads, every[i]);
+                cfg.importance.strategy = strategy[s];
+                cfg.importance.heads = TKV_IMPORTANCE_MEAN;
+                check_rate(&cfg, &famous[i], &other[i], &young[i]);
+            }
+            printf("\n      %-13s %d KV heads, one in 1, 8, 32: a third of the attention %.3f %.3f %.3f, "
+                   "young %.3f %.3f %.3f",
+                   tkv_importance_name(strategy[s]), heads, famous[0], famous[1], famous[2], young[0],
+                   young[1], young[2]);
+            for (i = 1; i < COUNT(every); i++) {
+                CHECK_NEAR(famous[i] - famous[0], 0.0, 0.1 * fabs(famous[0]));
+                CHECK_NEAR(young[i] - young[0], 0.0, 0.05 * fabs(famous[0]) + 0.02 * fabs(young[0]));
+                CHECK_NEAR(other[i] - other[0], 0.0, 0.05 * fabs(famous[0]) + 0.1 * fabs(other[0]));
+            }
+            for (i = 0; i < COUNT(every) && strategy[s] == TKV_IMPORTANCE_HYBRID; i++)
+                CHECK_LE(young[i] * 3, famous[i]); /* what is looked at matters more than what is new */
+        }
+    printf("\n     ");
+}
+
+/* What a caller adds counts alike at every rate, also where attention hardly ever tells. */
+TEST(mass_from_elsewhere_at_any_rate) {
+    static const int every[] = {1, 8, 32, 1000, 1 << 20, (1 << 30) - 1};
+    int i, t;
+    for (i = 0; i < COUNT(every); i++) {
+        tkv_config cfg = exact(2, every[i]);
+        tkv_cache *kv = make(&cfg);
+        feed(kv, LAYER, 100);
+        for (t = 0; t < 100; t++) mass[t] = 0.01f * (float)t;
+        CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 100, mass), TKV_OK);
+        CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 100, a_now, NULL), TKV_OK);
+        for (t = 0; t < 100; t++) CHECK_NEAR(a_now[t], mass[t], 0.5 / 256 + 1e-6);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(one_step_many_calls) {
     tkv_config cfg = exact(2, 1);
     tkv_cache *kv;
@@ -508,7 +589,7 @@ TEST(many_queries) {
             all += (double)a_now[j];
         }
         CHECK_LE(worst, 2e-4 * (double)b_now[0] + 1e-2);
-        CHECK_NEAR(all, 950.0 * HEADS / 3.0, HEADS + .5);
+        CHECK_NEAR(all, 950.0 * HEADS, 3 * (HEADS + .5));
         for (c = 0; c < 2; c++) tkv_destroy(kv[c]);
     }
 }
@@ -1012,6 +1093,8 @@ int main(int argc, char **argv) {
     RUN(query_heads);
     RUN(mean_and_sum);
     RUN(query_heads_change_no_answer);
+    RUN(rates_mean_the_same);
+    RUN(mass_from_elsewhere_at_any_rate);
     RUN(one_step_many_calls);
     RUN(what_changes_logits);
     RUN(coded_tiers);
