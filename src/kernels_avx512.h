@@ -384,11 +384,11 @@ TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     return _mm512_maskz_scalef_ps(some, y, n);
 }
 
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, float *p) {
+static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
     __m512 sum = _mm512_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
         _mm512_storeu_ps(p + t, y);
         sum = _mm512_add_ps(sum, y);
     }
@@ -541,10 +541,10 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
     const __m512i large =
         _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
-                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512 subnormal = _mm512_mul_ps(
+        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
     const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(small));
+                                            _mm512_castps_si512(subnormal));
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
