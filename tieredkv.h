@@ -5528,14 +5528,30 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
+ * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
+ * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
+    (defined(_WIN64) || defined(__CYGWIN__))
+#define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
+    __asm__(".ifndef tkvi_" aligned "\n.set tkvi_" aligned ", 1\n"                                           \
+            ".macro " aligned " operands:vararg\n\t" unaligned " \\operands\n.endm\n.endif\n")
+TKVI_UNALIGNED("vmovaps", "vmovups");
+TKVI_UNALIGNED("vmovapd", "vmovupd");
+TKVI_UNALIGNED("vmovdqa", "vmovdqu");
+TKVI_UNALIGNED("vmovdqa32", "vmovdqu32");
+TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
+#undef TKVI_UNALIGNED
+#endif
+
 /* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int byte) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int byte) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 
@@ -8861,11 +8877,11 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     int k;
     for (k = 0; k < 3; k++) {
         const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
         if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        byte = _mm512_srli_epi32(bit, 3);
+        at = _mm512_srli_epi32(bit, 3);
         a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
         a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
     }
     a->level = _mm512_load_ps(r->level);
@@ -11858,7 +11874,7 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     uint64_t found = 0, known = 0;
     int i, shift;
     for (shift = r->priority ? 32 : 24; shift >= 0; shift -= 8) {
-        int count[256], byte = 0;
+        int count[256], digit = 0;
         memset(count, 0, sizeof count);
         for (i = 0; i < r->n; i++) {
             uint64_t rank;
@@ -11866,8 +11882,8 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
             rank = tkvi_rank(r, i);
             if ((rank & known) == found) count[rank >> shift & 255u]++;
         }
-        while (k > count[byte]) k -= count[byte++];
-        found |= (uint64_t)byte << shift;
+        while (k > count[digit]) k -= count[digit++];
+        found |= (uint64_t)digit << shift;
         known |= (uint64_t)255 << shift;
     }
     *equal = k;
