@@ -1628,6 +1628,11 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 #if defined(TIEREDKV_IMPLEMENTATION) && !defined(TKVI_IMPLEMENTED)
 #define TKVI_IMPLEMENTED
 #ifdef __cplusplus
+#ifdef __clang__ /* This is C. gcc exempts extern "C" from both warnings itself. */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wold-style-cast"
+#pragma clang diagnostic ignored "-Wzero-as-null-pointer-constant"
+#endif
 extern "C" {
 #endif
 /* ======== base.h ======== */
@@ -25354,5 +25359,8 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 #endif /* TKVI_END_H */
 #ifdef __cplusplus
 }
+#ifdef __clang__
+#pragma clang diagnostic pop
+#endif
 #endif
 #endif /* TIEREDKV_IMPLEMENTATION */

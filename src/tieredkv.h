@@ -7,6 +7,11 @@
 #if defined(TIEREDKV_IMPLEMENTATION) && !defined(TKVI_IMPLEMENTED)
 #define TKVI_IMPLEMENTED
 #ifdef __cplusplus
+#ifdef __clang__ /* This is C. gcc exempts extern "C" from both warnings itself. */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wold-style-cast"
+#pragma clang diagnostic ignored "-Wzero-as-null-pointer-constant"
+#endif
 extern "C" {
 #endif
 #include "base.h"
@@ -96,5 +101,8 @@ extern "C" {
 #include "end.h"
 #ifdef __cplusplus
 }
+#ifdef __clang__
+#pragma clang diagnostic pop
+#endif
 #endif
 #endif /* TIEREDKV_IMPLEMENTATION */
