@@ -3,6 +3,23 @@
 
 #include "api.h"
 
+/* Outside the include guard, as the next part is: all includes must have the same TKV_PREFIX. */
+#ifndef TKVI_INCLUDED
+#define TKVI_INCLUDED
+#ifdef TKV_PREFIX
+#define TKVI_HAS_PREFIX
+enum { TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include) = 1 };
+#endif
+#elif defined(TKV_PREFIX) && !defined(TKVI_HAS_PREFIX)
+#error                                                                                                       \
+    "TKV_PREFIX was not defined at the first include of tieredkv.h. Define it before every include, or with -D."
+#elif !defined(TKV_PREFIX) && defined(TKVI_HAS_PREFIX)
+#error "TKV_PREFIX was defined at the first include of tieredkv.h. Keep it defined until the last, or use -D."
+#elif defined(TKV_PREFIX)
+extern char
+    tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include)]; /* does not compile if not */
+#endif
+
 /* Outside the include guard: a header may have been included first without the implementation. */
 #if defined(TIEREDKV_IMPLEMENTATION) && !defined(TKVI_IMPLEMENTED)
 #define TKVI_IMPLEMENTED
