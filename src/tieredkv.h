@@ -11,13 +11,12 @@
 enum { TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include) = 1 };
 #endif
 #elif defined(TKV_PREFIX) && !defined(TKVI_HAS_PREFIX)
-#error                                                                                                       \
-    "TKV_PREFIX was not defined at the first include of tieredkv.h. Define it before every include, or with -D."
+#error "TKV_PREFIX was not defined at the first include of tieredkv.h. Define it before that, or use -D."
 #elif !defined(TKV_PREFIX) && defined(TKVI_HAS_PREFIX)
 #error "TKV_PREFIX was defined at the first include of tieredkv.h. Keep it defined until the last, or use -D."
 #elif defined(TKV_PREFIX)
-extern char
-    tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include)]; /* does not compile if not */
+/* The preprocessor cannot compare names. This one is unknown to the compiler if the prefix is another one. */
+extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include)];
 #endif
 
 /* Outside the include guard: a header may have been included first without the implementation. */
