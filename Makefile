@@ -53,7 +53,7 @@ build/tests/%: tests/%.cpp tieredkv_cuda.cu $(HEADERS)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 $< -o $@ $(LDLIBS)
 
-build/tests/test_threads build/tests/test_policy: LDLIBS += -pthread
+build/tests/test_threads build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
 
 # On a GPU.
 build/gpu_check: tests/test_cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)

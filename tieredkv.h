@@ -1493,15 +1493,16 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
                                  void *user, int *missing);
 /* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
  * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
- * many there are, of which out gets the first `max`. TKV_ERR_ARG. O(blocks) a block. */
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n);
+ * many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
 /* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
  * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
  * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
- * what that gave. blocks and actions are room for `max` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
+ * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                  size_t *freed);
 
 /* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
  * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most
@@ -1633,10 +1634,31 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 #endif
 #endif /* TIEREDKV_H */
 
+/* Outside the include guard, as the next part is: all includes must have the same TKV_PREFIX. */
+#ifndef TKVI_INCLUDED
+#define TKVI_INCLUDED
+#ifdef TKV_PREFIX
+#define TKVI_HAS_PREFIX
+enum { TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include) = 1 };
+#endif
+#elif defined(TKV_PREFIX) && !defined(TKVI_HAS_PREFIX)
+#error "TKV_PREFIX was not defined at the first include of tieredkv.h. Define it before that, or use -D."
+#elif !defined(TKV_PREFIX) && defined(TKVI_HAS_PREFIX)
+#error "TKV_PREFIX was defined at the first include of tieredkv.h. Keep it defined until the last, or use -D."
+#elif defined(TKV_PREFIX)
+/* The preprocessor cannot compare names. This one is unknown to the compiler if the prefix is another one. */
+extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include)];
+#endif
+
 /* Outside the include guard: a header may have been included first without the implementation. */
 #if defined(TIEREDKV_IMPLEMENTATION) && !defined(TKVI_IMPLEMENTED)
 #define TKVI_IMPLEMENTED
 #ifdef __cplusplus
+#ifdef __clang__ /* This is C. gcc exempts extern "C" from both warnings itself. */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wold-style-cast"
+#pragma clang diagnostic ignored "-Wzero-as-null-pointer-constant"
+#endif
 extern "C" {
 #endif
 /* ======== base.h ======== */
@@ -3134,7 +3156,7 @@ typedef struct tkvi_columns {
     /* Out, [16] each: codes, 0 beyond n; byte of the scale; offset; mean of the residuals. */
     uint8_t (*code)[TKVI_BLOCK], *log, *offset;
     float *middle;
-    uint32_t far; /* bit l: column l has bits, but its mean is beyond this scale and offset */
+    uint32_t beyond_mask; /* bit l: column l has bits, but its mean is beyond this scale and offset */
     /* Between the steps: */
     TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; which: tkvi_column_u */
     TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), nearly */
@@ -4112,19 +4134,19 @@ TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *
 
 static void tkvi_settle_scalar(tkvi_columns *c, int top) {
     int l;
-    c->far = 0;
+    c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_column one = tkvi_column_of(c, l);
-        int far = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
-        c->far |= (uint32_t)far << l;
+        int beyond = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        c->beyond_mask |= (uint32_t)beyond << l;
     }
 }
 
 /* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
  * scale's byte and the first offset, codes, the offset that they have. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
-    double mean = tkvi_a_mean(c), far = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
-    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
+    double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
+    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
     *offset = tkvi_a_offset(mean, tkvi_log_value(log, top), 1 << (c->width - 1), 1, c->width);
     *offset = tkvi_max(-127, tkvi_min(127, *offset));
     return log;
@@ -4195,8 +4217,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
         c.middle = middle + first;
         help->columns(&c);
         help->settle(&c, s->top);
-        for (l = 0; c.far >> l; l++)
-            if (c.far >> l & 1u) tkvi_a_recode(&c, l, s->top);
+        for (l = 0; c.beyond_mask >> l; l++)
+            if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
             memset(column[first + l], 0, TKVI_BLOCK);
             log[first + l] = by[first + l] = 0;
@@ -5236,7 +5258,7 @@ typedef struct tkvi_kernels {
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
     const tkvi_helpers *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
-    float (*exp64)(const float *s, float max, float *p);
+    float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
     /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
      * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
@@ -5520,11 +5542,11 @@ static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t
     }
 }
 
-static float tkvi_exp64_scalar(const float *s, float max, float *p) {
+static float tkvi_exp64_scalar(const float *s, float maximum, float *p) {
     float sum = 0.0f;
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        float x = s[t] - max;
+        float x = s[t] - maximum;
         p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, whatever the flags */
         sum += p[t];
     }
@@ -5532,10 +5554,10 @@ static float tkvi_exp64_scalar(const float *s, float max, float *p) {
 }
 
 static float tkvi_max64_scalar(const float *s) {
-    float max = s[0];
+    float maximum = s[0];
     int t;
-    for (t = 1; t < TKVI_BLOCK; t++) max = s[t] > max ? s[t] : max;
-    return max;
+    for (t = 1; t < TKVI_BLOCK; t++) maximum = s[t] > maximum ? s[t] : maximum;
+    return maximum;
 }
 
 static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {
@@ -5612,14 +5634,30 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
+ * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
+ * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
+    (defined(_WIN64) || defined(__CYGWIN__))
+#define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
+    __asm__(".ifndef tkvi_" aligned "\n.set tkvi_" aligned ", 1\n"                                           \
+            ".macro " aligned " operands:vararg\n\t" unaligned " \\operands\n.endm\n.endif\n")
+TKVI_UNALIGNED("vmovaps", "vmovups");
+TKVI_UNALIGNED("vmovapd", "vmovupd");
+TKVI_UNALIGNED("vmovdqa", "vmovdqu");
+TKVI_UNALIGNED("vmovdqa32", "vmovdqu32");
+TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
+#undef TKVI_UNALIGNED
+#endif
+
 /* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int byte) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int byte) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 
@@ -7255,7 +7293,7 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
     TKVI_ALIGNED float scale[TKVI_LANES], unit[TKVI_LANES];
     int l;
     for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
-    c->far = 0;
+    c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l += 4) {
         __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
         __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
@@ -7277,12 +7315,12 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
         __m128 by = _mm_loadu_ps(scale + l);
         __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
         __m256d mean, v, some = _mm256_cmp_pd(_mm256_cvtps_pd(by), _mm256_setzero_pd(), _CMP_GT_OQ);
-        int32_t four, far;
+        int32_t four, beyond;
         mean_u = _mm_div_ps(mean_u, _mm_set1_ps((float)(2 * c->n)));
         mean = _mm256_mul_pd(_mm256_cvtps_pd(_mm_loadu_ps(c->step + l)), _mm256_cvtps_pd(mean_u));
         mean = _mm256_add_pd(mean, _mm256_cvtps_pd(_mm_loadu_ps(c->low + l)));
         _mm_storeu_ps(c->middle + l, _mm256_cvtpd_ps(mean));
-        far =
+        beyond =
             _mm256_movemask_pd(_mm256_andnot_pd(some, _mm256_cmp_pd(mean, _mm256_setzero_pd(), _CMP_NEQ_UQ)));
         k = _mm_sub_epi32(_mm_add_epi32(k, k), _mm_mullo_epi32(count, tops));
         v = _mm256_div_pd(_mm256_cvtepi32_pd(k), n2);
@@ -7291,9 +7329,9 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
         v = _mm256_min_pd(_mm256_max_pd(v, _mm256_set1_pd(-128.0)), _mm256_set1_pd(128.0));
         v = _mm256_add_pd(_mm256_and_pd(v, some), _mm256_set1_pd(1000.5));
         k = _mm_sub_epi32(_mm256_cvttpd_epi32(v), _mm_set1_epi32(1000));
-        far |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
-        far &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
-        c->far |= (uint32_t)far << l;
+        beyond |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
+        beyond &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
+        c->beyond_mask |= (uint32_t)beyond << l;
         four = _mm_cvtsi128_si32(_mm_shuffle_epi8(k, _mm_set1_epi32(0x0c080400)));
         memcpy(c->offset + l, &four, 4);
     }
@@ -7618,11 +7656,11 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
-static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float max, float *p) {
+static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 8) {
-        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(max)), n, r, y;
+        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum)), n, r, y;
         __m256 some = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
         x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f)); /* n stays above -127: 2^n is a normal number */
         n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), 8);
@@ -7754,10 +7792,10 @@ TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
     const __m256i large =
         _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size),
-                                       _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m256i x =
-        _mm256_blendv_epi8(large, _mm256_castps_si256(small), _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
+    const __m256 subnormal = _mm256_mul_ps(
+        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
+                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
     return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
 }
 
@@ -8763,11 +8801,11 @@ TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     return _mm512_maskz_scalef_ps(some, y, n);
 }
 
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, float *p) {
+static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
     __m512 sum = _mm512_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
         _mm512_storeu_ps(p + t, y);
         sum = _mm512_add_ps(sum, y);
     }
@@ -8920,10 +8958,10 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
     const __m512i large =
         _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
-                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512 subnormal = _mm512_mul_ps(
+        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
     const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(small));
+                                            _mm512_castps_si512(subnormal));
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
@@ -8945,11 +8983,11 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     int k;
     for (k = 0; k < 3; k++) {
         const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
         if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        byte = _mm512_srli_epi32(bit, 3);
+        at = _mm512_srli_epi32(bit, 3);
         a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
         a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
     }
     a->level = _mm512_load_ps(r->level);
@@ -10135,13 +10173,13 @@ static float tkvi_max64_128(const float *s) {
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
-static float tkvi_exp64_128(const float *s, float max, float *p) {
+static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
     tkvi_f4 sum = tkvi_all_128(0.0f);
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(max)), r, f, y;
+        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(maximum)), r, f, y;
         tkvi_f4 x = tkvi_most_128(from, tkvi_all_128(-87.0f)); /* 2^n stays a normal number */
         tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_all_128(1.44269504f)));
         f = tkvi_float_128(n);
@@ -10835,8 +10873,8 @@ typedef struct tkvi_weighing {
     const int32_t *low, *high; /* tokens low .. high-1 of the block are seen; NULL: all are */
     float *m, *l;              /* as good as the maximum, and the sum of p, so far */
     float *shrink;             /* out: what sums so far are to be multiplied by, if 1 is returned */
-    float *far;                /* sum of p^2 so far, or NULL */
-    const float *hears;        /* 1 where p of this block count for `far`, else 0; NULL: nowhere */
+    float *far_attention;      /* sum of p^2 so far, or NULL */
+    const float *hears;        /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
 } tkvi_weighing;
 
 /* Rows of queries, and what k keeps of them from block to block. */
@@ -11574,7 +11612,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
         float *s = w->s + v;
-        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, far;
+        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, squares;
         __mmask16 grows, before;
         TKVI_UNROLL
         for (t = 0; t < 4; t++) tops[t] = hidden;
@@ -11606,21 +11644,22 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         _mm512_storeu_ps(w->m + v, m);
         /* rows that have seen nothing: 0, and exp of -1e30 */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
-        sum = far = _mm512_setzero_ps();
+        sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
             const __m512 y = tkvi_many_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
             _mm512_storeu_ps(s + t * w->lanes, y);
             sum = _mm512_add_ps(sum, y);
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
-        if (!w->far) continue;
+        if (!w->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
-            far = _mm512_fmadd_ps(y, y, far);
+            squares = _mm512_fmadd_ps(y, y, squares);
         }
-        if (w->hears) far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
+        if (w->hears) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->hears + v));
         by = _mm512_mul_ps(by, by);
-        _mm512_storeu_ps(w->far + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->far + v), by, far));
+        _mm512_storeu_ps(w->far_attention + v,
+                         _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
     }
     return shrinks != 0;
 }
@@ -11941,7 +11980,7 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     uint64_t found = 0, known = 0;
     int i, shift;
     for (shift = r->priority ? 32 : 24; shift >= 0; shift -= 8) {
-        int count[256], byte = 0;
+        int count[256], digit = 0;
         memset(count, 0, sizeof count);
         for (i = 0; i < r->n; i++) {
             uint64_t rank;
@@ -11949,8 +11988,8 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
             rank = tkvi_rank(r, i);
             if ((rank & known) == found) count[rank >> shift & 255u]++;
         }
-        while (k > count[byte]) k -= count[byte++];
-        found |= (uint64_t)byte << shift;
+        while (k > count[digit]) k -= count[digit++];
+        found |= (uint64_t)digit << shift;
         known |= (uint64_t)255 << shift;
     }
     *equal = k;
@@ -15782,10 +15821,10 @@ struct tkv_cache {
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
     /* what attention learns (learn.h); NULL where no format asks for it */
-    int *seen;      /* [n_layers] tokens appended since it listens; -1: it does not */
-    int64_t *asked; /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far;   /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;   /* somebody is adding */
+    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;           /* somebody is adding */
     /* the same for SQUAT formats (metric.h) */
     tkvi_ears *ears; /* [n_layers] */
     int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
@@ -15831,7 +15870,7 @@ static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
 }
 
 static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
@@ -16057,13 +16096,13 @@ static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
-    kv->far = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_heard_put(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
-    kv->asked = kv->far = NULL;
+    kv->asked = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
@@ -20571,16 +20610,17 @@ static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n) {
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                    int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
-    if (!tkvi_seq_ok(kv, seq) || !n || max < 0 || (max > 0 && !out)) return TKV_ERR_ARG;
+    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_seq_len(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
         end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < max) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
     }
     *n = count;
     return TKV_OK;
@@ -20609,7 +20649,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
 }
 
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
@@ -20617,7 +20657,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     if (freed) *freed = 0;
     if (st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
-    if (tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
+    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
                          " blocks (tkv_remat_blocks)");
     st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
@@ -21353,10 +21393,10 @@ typedef struct tkvi_queries {
 
 /* What one chunk of keys adds up to, or several of them together. */
 typedef struct tkvi_sums {
-    float *m, *l; /* [TKVI_ROWS] */
-    float *far;   /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
-    float *any;   /* [2] not 0: that half of o has been added to */
-    float *o;     /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+    float *m, *l;         /* [TKVI_ROWS] */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
+    float *any;           /* [2] not 0: that half of o has been added to */
+    float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
 } tkvi_sums;
 
 static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
@@ -21366,8 +21406,8 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     s.o = memory;
     s.m = memory + 2 * TKVI_ROWS * v_pad;
     s.l = s.m + TKVI_ROWS;
-    s.far = s.l + TKVI_ROWS;
-    s.any = s.far + TKVI_ROWS;
+    s.far_attention = s.l + TKVI_ROWS;
+    s.any = s.far_attention + TKVI_ROWS;
     return s;
 }
 
@@ -21575,8 +21615,9 @@ static int tkvi_listens(const tkvi_unit *u, int r) {
     return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
-/* What block i adds to `far` of the rows that listen: sums of p^2, where it is no sink and far enough back. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far) {
+/* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
+ * back. */
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
@@ -21584,7 +21625,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p
         if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
-        for (k = 0; k < 16; k++) far[r] += sum[k];
+        for (k = 0; k < 16; k++) far_attention[r] += sum[k];
     }
 }
 
@@ -21602,7 +21643,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     sums->any[0] = sums->any[1] = 0.0f;
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far[r] = 0.0f;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
@@ -21618,11 +21659,11 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
                     if (sums->any[space] > 0.0f)
                         tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
                 sums->l[r] *= shrink;
-                sums->far[r] *= shrink * shrink;
+                sums->far_attention[r] *= shrink * shrink;
             }
             sums->l[r] += sum[r];
         }
-        if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
+        if (u->call->listen) tkvi_add_far(u, i, p, sums->far_attention);
         rec = tkvi_record_of(u, i, &bytes);
         bytes = tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
@@ -21644,7 +21685,8 @@ static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const
     b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
     to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
     to->l[r] = first ? from->l[r] : to->l[r] * a + from->l[r] * b;
-    to->far[r] = first ? from->far[r] : to->far[r] * a * a + from->far[r] * b * b;
+    to->far_attention[r] =
+        first ? from->far_attention[r] : to->far_attention[r] * a * a + from->far_attention[r] * b * b;
     for (space = 0; space < 2; space++) {
         float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
         const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
@@ -21681,7 +21723,7 @@ static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const
 static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
-    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
+    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far_attention = tkvi_far_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
@@ -21690,7 +21732,8 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
-        if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
+        if (s->l[r] > 0.0f)
+            *far_attention += tkvi_counted(s->far_attention[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
     tkvi_unlock(&kv->learning);
 }
@@ -22137,7 +22180,7 @@ static int tkvi_any_tells(const tkvi_work *w) {
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
 typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
     TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
-    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far[TKVI_MANY], origin[TKVI_MANY];
+    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
     int lanes;
 } tkvi_many_sums;
 
@@ -22182,7 +22225,7 @@ static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *ori
     }
 }
 
-/* Whose p of a block count for `far`, as tkvi_add_far says; 0 if nobody's do. */
+/* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
 static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
     int r, any = 0;
     if (!u->call->listen || i < u->list->sinks) return 0;
@@ -22212,7 +22255,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_MANY; r++) {
         sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far[r] = 0.0f;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     w.s = scores;
     w.lanes = lanes;
@@ -22220,7 +22263,8 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
+    w.far_attention =
+        u->call->listen ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
@@ -22272,7 +22316,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.o = from->o + first * u->v_pad;
     sums.m = from->m + first;
     sums.l = from->l + first;
-    sums.far = from->far + first;
+    sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
@@ -25455,5 +25499,8 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 #endif /* TKVI_END_H */
 #ifdef __cplusplus
 }
+#ifdef __clang__
+#pragma clang diagnostic pop
+#endif
 #endif
 #endif /* TIEREDKV_IMPLEMENTATION */

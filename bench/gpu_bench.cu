@@ -124,8 +124,8 @@ static double median(std::vector<double> x) {
 }
 
 /* The best of 20, of 4 GB or what there is. */
-static double read_bandwidth(const device *d, int small) {
-    size_t bytes = small ? (size_t)1 << 20 : (size_t)4 << 30, n;
+static double read_bandwidth(const device *d, int quick) {
+    size_t bytes = quick ? (size_t)1 << 20 : (size_t)4 << 30, n;
     words *x;
     graph g;
     double best;
@@ -250,7 +250,7 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
         f->append = f->append_most = 0.0;
         for (double x : us) {
             f->append += x / cfg.n_layers / (double)us.size();
-            f->append_most = std::max(f->append_most, x / cfg.n_layers);
+            if (x / cfg.n_layers > f->append_most) f->append_most = x / cfg.n_layers;
         }
         MUST(tkvcu_status(cu, &word, 0, NULL));
         MUST(cudaDeviceSynchronize());
@@ -265,9 +265,9 @@ static int measure(const device *d, const plan *p, int batch, int context, int q
 }
 
 /* Measures, and says so where it cannot. */
-static int report(const device *d, const plan *p, int batch, int context, int queries, int small, FILE *csv,
+static int report(const device *d, const plan *p, int batch, int context, int queries, int quick, FILE *csv,
                   figures *f) {
-    if (!measure(d, p, batch, context, queries, small ? 1 : RUNS, f)) {
+    if (!measure(d, p, batch, context, queries, quick ? 1 : RUNS, f)) {
         printf("%-9s %5d %7d   more memory than there is\n", p->name, batch, context);
         return 0;
     }
@@ -280,12 +280,12 @@ static int report(const device *d, const plan *p, int batch, int context, int qu
 int main(int argc, char **argv) {
     static const int contexts[] = {8192, 32768, 131072}, batches[] = {1, 8};
     const char *csv_name = NULL;
-    int small = 0, devices = 0, i, c, b;
+    int quick = 0, devices = 0, i, c, b;
     FILE *csv = NULL;
     device d;
     cudaDeviceProp about;
     for (i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--small") == 0) small = 1;
+        if (strcmp(argv[i], "--small") == 0) quick = 1;
         else if (strcmp(argv[i], "--csv") == 0 && i + 1 < argc) csv_name = argv[++i];
         else {
             fprintf(stderr, "%s [--csv file] [--small]\n", argv[0]);
@@ -300,7 +300,7 @@ int main(int argc, char **argv) {
     MUST(cudaMemGetInfo(&d.free, &d.l2));
     d.processors = about.multiProcessorCount;
     d.l2 = (size_t)about.l2CacheSize;
-    d.read = read_bandwidth(&d, small);
+    d.read = read_bandwidth(&d, quick);
     printf("%s, %d processors, L2 cache of %.0f MB; reading alone: %.2f TB/s\n", about.name, d.processors,
            (double)d.l2 / 1e6, d.read / 1e12);
     if (csv_name) csv = fopen(csv_name, "w");
@@ -309,12 +309,12 @@ int main(int argc, char **argv) {
     printf("%-9s %5s %7s %9s %9s %6s %6s %8s %8s %8s\n", "plan", "batch", "tokens", "MB", "us", "TB/s",
            "share", "by fp16", "append", "most");
     for (b = 0; b < 2; b++)
-        for (c = 0; c < (small ? 1 : 3); c++) {
-            const int context = small ? 256 : contexts[c], batch = batches[b];
+        for (c = 0; c < (quick ? 1 : 3); c++) {
+            const int context = quick ? 256 : contexts[c], batch = batches[b];
             double fp16 = 0.0;
             for (i = 0; i < PLANS; i++) {
                 figures f;
-                if (!report(&d, &plans[i], batch, context, 1, small, csv, &f)) continue;
+                if (!report(&d, &plans[i], batch, context, 1, quick, csv, &f)) continue;
                 if (i == 0) fp16 = f.attend;
                 printf("%-9s %5d %7d %9.2f %9.1f %6.2f %5.0f%% %7.2fx %8.1f %8.1f\n", plans[i].name, batch,
                        context, f.bytes / 1e6, f.attend, f.bytes / f.attend / 1e6,
@@ -324,12 +324,12 @@ int main(int argc, char **argv) {
         }
     printf("\n%d queries at the end of so many tokens, batch 1; append: of %d tokens\n\n", CHUNK, CHUNK);
     printf("%-9s %7s %9s %8s %8s %8s\n", "plan", "tokens", "us", "TFLOP/s", "by fp16", "append");
-    for (c = 0; c < (small ? 1 : 2); c++) {
-        const int context = small ? 256 : contexts[c];
+    for (c = 0; c < (quick ? 1 : 2); c++) {
+        const int context = quick ? 256 : contexts[c];
         double fp16 = 0.0;
         for (i = 0; i < PLANS; i++) {
             figures f;
-            if (!plans[i].chunks || !report(&d, &plans[i], 1, context, CHUNK, small, csv, &f)) continue;
+            if (!plans[i].chunks || !report(&d, &plans[i], 1, context, CHUNK, quick, csv, &f)) continue;
             if (i == 0) fp16 = f.attend;
             printf("%-9s %7d %9.1f %8.1f %7.2fx %8.1f\n", plans[i].name, context, f.attend,
                    4.0 * CHUNK * context * HEADS * DIM / f.attend / 1e6, fp16 / f.attend, f.append);

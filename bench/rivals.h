@@ -27,11 +27,11 @@ static float rival_half(float x) { /* rounded to fp16 */
 }
 
 static float rival_farthest(const float *x, int n) { /* the value of the largest size, with its sign */
-    float far = 0;
+    float largest = 0;
     int i;
     for (i = 0; i < n; i++)
-        if (fabsf(x[i]) > fabsf(far)) far = x[i];
-    return far;
+        if (fabsf(x[i]) > fabsf(largest)) largest = x[i];
+    return largest;
 }
 
 static void rival_q8_0(float *x, int n) {

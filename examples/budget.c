@@ -12,12 +12,8 @@
  *
  * program.h has what it shares with generate. In this order: options, looking, running, table, main.
  */
-#ifndef _WIN32
 #include "spill_file.h" /* before system headers */
-#define HAVE_SPILL 1
-#else
-#define HAVE_SPILL 0
-#endif
+
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
@@ -79,7 +75,7 @@ typedef struct session {
 static taken own_option(void *ctx, const char *name, const char *value) {
     wishes *w = (wishes *)ctx;
     if (strcmp(name, "--compare") == 0) return w->compare = 1, ALONE;
-    if (HAVE_SPILL && strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
+    if (strcmp(name, "--spill") == 0) return w->spill = 1, ALONE;
     if (!value) return UNKNOWN;
     if (strcmp(name, "--budget") == 0) w->budget = value;
     else if (strcmp(name, "--csv") == 0) w->csv = value;
@@ -302,19 +298,15 @@ static void print_table(const session *s, double time) {
                commas(s->known), exp(s->loss / s->known), exp(s->exact_loss / s->known));
 }
 
-#if HAVE_SPILL
 static void open_spill(session *s, spill_file *file) {
     size_t bytes;
     if (tkv_spill_bytes(&s->cfg, &bytes) != TKV_OK) return; /* create says what is wrong */
     if (spill_file_open(file, NULL, bytes)) fail("no temporary file: %s", strerror(errno));
     s->cfg.spill = spill_file_config(file);
 }
-#endif
 
 int main(int argc, char **argv) {
-#if HAVE_SPILL
     spill_file file;
-#endif
     options o;
     session s;
     wishes w;
@@ -336,9 +328,7 @@ int main(int argc, char **argv) {
     s.total = o.n ? s.n_prompt + o.n : s.n_prompt < USUAL ? USUAL : s.n_prompt + 1;
     if (s.total > context) s.total = context;
 
-#if HAVE_SPILL
     if (w.spill) open_spill(&s, &file);
-#endif
     set_budget(&s, w.budget);
     for (i = 0; i < TKV_MAX_LEVELS; i++) s.stages[i].from = -1;
     s.terminal = isatty(2);
@@ -373,9 +363,7 @@ int main(int argc, char **argv) {
     if (s.refused) printf("\nThe budget is full. Give more, or ask for fewer tokens (-n): %s\n", advice(&s));
     tkv_destroy(s.kv);
     tkv_destroy(s.exact);
-#if HAVE_SPILL
     if (w.spill) spill_file_close(&file);
-#endif
     plan_free(&s.cfg);
     llama_free(&s.model);
     free(s.tokens);

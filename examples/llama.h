@@ -203,11 +203,11 @@ static void llama_row(const llama_tensor *t, int row, float *out) { /* decodes o
     } else { /* Q4_0 and Q4_1: byte j holds value j in its low half and value j + 16 in its high half */
         const int head = t->type == LLAMA_Q4_1 ? 4 : 2;
         for (i = 0; i < t->cols; i += 32, p += head + 16, out += 32) {
-            const float d = llama_half(p), min = head == 4 ? llama_half(p + 2) : -8.0f * d;
+            const float d = llama_half(p), lowest = head == 4 ? llama_half(p + 2) : -8.0f * d;
             unsigned char q[16];
             memcpy(q, p + head, sizeof q);
-            for (j = 0; j < 16; j++) out[j] = d * (float)(q[j] & 15) + min;
-            for (j = 0; j < 16; j++) out[j + 16] = d * (float)(q[j] >> 4) + min;
+            for (j = 0; j < 16; j++) out[j] = d * (float)(q[j] & 15) + lowest;
+            for (j = 0; j < 16; j++) out[j + 16] = d * (float)(q[j] >> 4) + lowest;
         }
     }
 }

@@ -16,7 +16,12 @@
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
+#ifdef _WIN32
+#include <io.h>
+#define isatty _isatty
+#else
 #include <time.h>
+#endif
 
 enum { CHUNK = 256, GROUP = 4, ROUNDS = 8 };
 
@@ -36,9 +41,16 @@ static void check(const char *what, tkv_status status, const tkv_cache *kv) {
 }
 
 static double seconds(void) {
+#ifdef _WIN32
+    LARGE_INTEGER count, rate;
+    (void)QueryPerformanceCounter(&count);
+    (void)QueryPerformanceFrequency(&rate);
+    return (double)count.QuadPart / (double)rate.QuadPart;
+#else
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#endif
 }
 
 /* >>options */

@@ -4,7 +4,7 @@
  *     spill_file file;
  *     size_t bytes;
  *     tkv_spill_bytes(&cfg, &bytes);                  the config as it will be, but for cfg.spill
- *     if (spill_file_open(&file, NULL, bytes)) ...    NULL: a temporary one that nobody else sees, in $TMPDIR or /tmp
+ *     if (spill_file_open(&file, NULL, bytes)) ...    NULL: a temporary one that nobody else sees
  *     cfg.spill = spill_file_config(&file);
  *     tkv_create(&cfg, &kv); ... tkv_destroy(kv);
  *     spill_file_close(&file);
@@ -12,49 +12,108 @@
  * Each key has a place of `bytes`, rounded up to pages; keys of dead blocks come again, so the file is as large as the
  * most blocks that were in use at once, and only what was written takes room on the disk. Calls that were cut short go
  * on where they were; a full disk, or a file that ends too early, is an error that the cache hands on. What is read is
- * what the cache checks. POSIX: include it before system headers, or define _XOPEN_SOURCE 600 and _FILE_OFFSET_BITS 64.
+ * what the cache checks. Threads may read side by side. Programs that this one starts do not get the file.
+ *
+ * POSIX: the temporary file is in $TMPDIR or /tmp. A path that is a symbolic link is refused (ELOOP). Include this file
+ * before system headers, or define _XOPEN_SOURCE 700 and _FILE_OFFSET_BITS 64.
+ * Windows: the temporary file is where GetTempPathW says. This file includes <windows.h>.
  */
 #ifndef SPILL_FILE_H
 #define SPILL_FILE_H
 
+#ifdef _WIN32
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#include <winioctl.h>
+#else
 #ifndef _XOPEN_SOURCE
-#define _XOPEN_SOURCE 600 /* pread, pwrite, mkstemp, posix_fadvise */
+#define _XOPEN_SOURCE 700 /* pread, pwrite, mkstemp, posix_fadvise, O_CLOEXEC, O_NOFOLLOW */
 #endif
 #ifndef _FILE_OFFSET_BITS
 #define _FILE_OFFSET_BITS 64
 #endif
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+#endif
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include "../tieredkv.h"
 
 typedef struct spill_file {
+#ifdef _WIN32
+    HANDLE handle;
+#else
     int fd;
+#endif
     size_t bytes; /* of a key's place */
 } spill_file;
 
-static inline off_t spill_file_at(const spill_file *f, uint32_t key, size_t offset) {
-    return (off_t)key * (off_t)f->bytes + (off_t)offset;
+static inline uint64_t spill_file_at(const spill_file *f, uint32_t key, size_t offset) {
+    return (uint64_t)key * f->bytes + offset;
 }
 
+/* >>one piece, from or to an offset. Returns the bytes that were moved; 0 or less: none, and an error or the end. */
+#ifdef _WIN32
+/* With an offset in the OVERLAPPED the position of the handle plays no part. The handle is a synchronous one. */
+static inline OVERLAPPED spill_file_place(uint64_t at) {
+    OVERLAPPED place;
+    memset(&place, 0, sizeof place);
+    place.Offset = (DWORD)(at & 0xffffffffu);
+    place.OffsetHigh = (DWORD)(at >> 32);
+    return place;
+}
+
+static inline DWORD spill_file_part(size_t size) { return size < 1u << 30 ? (DWORD)size : (DWORD)1 << 30; }
+
+static inline ptrdiff_t spill_file_write(const spill_file *f, const char *from, size_t size, uint64_t at) {
+    OVERLAPPED place = spill_file_place(at);
+    DWORD n = 0;
+    return WriteFile(f->handle, from, spill_file_part(size), &n, &place) ? (ptrdiff_t)n : -1;
+}
+
+static inline ptrdiff_t spill_file_read(const spill_file *f, char *to, size_t size, uint64_t at) {
+    OVERLAPPED place = spill_file_place(at);
+    DWORD n = 0;
+    return ReadFile(f->handle, to, spill_file_part(size), &n, &place) ? (ptrdiff_t)n : -1;
+}
+#else
+static inline ptrdiff_t spill_file_write(const spill_file *f, const char *from, size_t size, uint64_t at) {
+    ssize_t n;
+    do n = pwrite(f->fd, from, size, (off_t)at);
+    while (n < 0 && errno == EINTR);
+    return n;
+}
+
+static inline ptrdiff_t spill_file_read(const spill_file *f, char *to, size_t size, uint64_t at) {
+    ssize_t n;
+    do n = pread(f->fd, to, size, (off_t)at);
+    while (n < 0 && errno == EINTR);
+    return n;
+}
+#endif
+
+/* >>what the cache calls */
 static inline int spill_file_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
     const spill_file *f = (const spill_file *)user;
     const char *from = (const char *)bytes;
-    off_t at = spill_file_at(f, key, offset);
+    uint64_t at = spill_file_at(f, key, offset);
     while (size > 0) {
-        const ssize_t n = pwrite(f->fd, from, size, at);
-        if (n < 0 && errno == EINTR) continue;
+        const ptrdiff_t n = spill_file_write(f, from, size, at);
         if (n <= 0) return -1; /* ENOSPC, EIO, ... */
         from += n;
-        at += n;
+        at += (uint64_t)n;
         size -= (size_t)n;
     }
     return 0;
@@ -63,44 +122,93 @@ static inline int spill_file_store(void *user, uint32_t key, size_t offset, cons
 static inline int spill_file_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
     const spill_file *f = (const spill_file *)user;
     char *to = (char *)bytes;
-    off_t at = spill_file_at(f, key, offset);
+    uint64_t at = spill_file_at(f, key, offset);
     while (size > 0) {
-        const ssize_t n = pread(f->fd, to, size, at);
-        if (n < 0 && errno == EINTR) continue;
+        const ptrdiff_t n = spill_file_read(f, to, size, at);
         if (n <= 0) return -1; /* 0: the file ends here */
         to += n;
-        at += n;
+        at += (uint64_t)n;
         size -= (size_t)n;
     }
     return 0;
 }
 
 static inline void spill_file_ahead(void *user, uint32_t key, size_t offset, size_t size) {
-#ifdef POSIX_FADV_WILLNEED
+#if !defined(_WIN32) && defined(POSIX_FADV_WILLNEED)
     const spill_file *f = (const spill_file *)user;
-    (void)posix_fadvise(f->fd, spill_file_at(f, key, offset), (off_t)size, POSIX_FADV_WILLNEED);
+    (void)posix_fadvise(f->fd, (off_t)spill_file_at(f, key, offset), (off_t)size, POSIX_FADV_WILLNEED);
 #else
     (void)user, (void)key, (void)offset, (void)size;
 #endif
 }
 
-/* 0, or -1 and errno. A file that is there already is emptied. */
-static inline int spill_file_open(spill_file *f, const char *path, size_t bytes) {
-    const size_t page = 4096;
+/* >>opening and closing */
+#ifdef _WIN32
+static inline int spill_file_failed(void) { /* errno as POSIX has it */
+    const DWORD why = GetLastError();
+    errno = why == ERROR_FILE_NOT_FOUND || why == ERROR_PATH_NOT_FOUND     ? ENOENT
+            : why == ERROR_ACCESS_DENIED || why == ERROR_SHARING_VIOLATION ? EACCES
+            : why == ERROR_DISK_FULL                                       ? ENOSPC
+                                                                           : EIO;
+    return -1;
+}
+
+static inline int spill_file_open_temporary(spill_file *f) {
+    wchar_t dir[MAX_PATH + 1], name[MAX_PATH + 1];
+    if (!GetTempPathW(MAX_PATH + 1, dir) || !GetTempFileNameW(dir, L"tkv", 0, name))
+        return spill_file_failed();
+    f->handle = CreateFileW(name, GENERIC_READ | GENERIC_WRITE, 0, NULL, CREATE_ALWAYS,
+                            FILE_ATTRIBUTE_TEMPORARY | FILE_FLAG_DELETE_ON_CLOSE, NULL);
+    if (f->handle != INVALID_HANDLE_VALUE) return 0;
+    (void)spill_file_failed();
+    (void)DeleteFileW(name); /* GetTempFileNameW made it */
+    return -1;
+}
+
+static inline int spill_file_open_path(spill_file *f, const char *path) {
+    f->handle = CreateFileA(path, GENERIC_READ | GENERIC_WRITE, FILE_SHARE_READ, NULL, CREATE_ALWAYS,
+                            FILE_ATTRIBUTE_NORMAL, NULL);
+    return f->handle == INVALID_HANDLE_VALUE ? spill_file_failed() : 0;
+}
+#else
+static inline int spill_file_open_temporary(spill_file *f) {
     char name[1024];
     const char *dir = getenv("TMPDIR");
-    f->bytes = (bytes + page - 1) / page * page;
-    if (path) {
-        f->fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
-        return f->fd < 0 ? -1 : 0;
-    }
     if (snprintf(name, sizeof name, "%s/tieredkv-XXXXXX", dir && *dir ? dir : "/tmp") >= (int)sizeof name) {
         errno = ENAMETOOLONG;
         return -1;
     }
-    f->fd = mkstemp(name);
+    f->fd = mkstemp(name); /* it follows no link, since it makes the file */
     if (f->fd < 0) return -1;
     (void)unlink(name); /* it lives as long as it is open */
+    (void)fcntl(f->fd, F_SETFD, FD_CLOEXEC);
+    return 0;
+}
+
+static inline int spill_file_open_path(spill_file *f, const char *path) {
+    int flags = O_RDWR | O_CREAT | O_TRUNC;
+#ifdef O_CLOEXEC
+    flags |= O_CLOEXEC;
+#endif
+#ifdef O_NOFOLLOW
+    flags |= O_NOFOLLOW;
+#endif
+    f->fd = open(path, flags, 0600);
+    return f->fd < 0 ? -1 : 0;
+}
+#endif
+
+/* 0, or -1 and errno. A file that is there already is emptied. */
+static inline int spill_file_open(spill_file *f, const char *path, size_t bytes) {
+    const size_t page = 4096;
+    f->bytes = (bytes + page - 1) / page * page;
+    if (path ? spill_file_open_path(f, path) : spill_file_open_temporary(f)) return -1;
+#ifdef _WIN32
+    { /* else the places between those that are written would be filled with zeros on the disk */
+        DWORD n;
+        (void)DeviceIoControl(f->handle, FSCTL_SET_SPARSE, NULL, 0, NULL, 0, &n, NULL);
+    }
+#endif
     return 0;
 }
 
@@ -116,10 +224,22 @@ static inline tkv_spill_config spill_file_config(spill_file *f) {
 
 /* Bytes that it takes on the disk. */
 static inline double spill_file_size(const spill_file *f) {
+#ifdef _WIN32
+    FILE_STANDARD_INFO s;
+    if (!GetFileInformationByHandleEx(f->handle, FileStandardInfo, &s, sizeof s)) return 0.0;
+    return (double)s.AllocationSize.QuadPart;
+#else
     struct stat s;
     return fstat(f->fd, &s) ? 0.0 : 512.0 * (double)s.st_blocks;
+#endif
 }
 
-static inline void spill_file_close(spill_file *f) { (void)close(f->fd); }
+static inline void spill_file_close(spill_file *f) {
+#ifdef _WIN32
+    (void)CloseHandle(f->handle);
+#else
+    (void)close(f->fd);
+#endif
+}
 
 #endif /* SPILL_FILE_H */

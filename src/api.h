@@ -1398,15 +1398,16 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
                                  void *user, int *missing);
 /* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
  * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
- * many there are, of which out gets the first `max`. TKV_ERR_ARG. O(blocks) a block. */
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n);
+ * many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
 /* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
  * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
  * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
- * what that gave. blocks and actions are room for `max` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
+ * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
  * little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max, size_t *freed);
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                  size_t *freed);
 
 /* >>promotion by importance, at every step or now and then: the blocks of a layer that matter most come back from the
  * best source that there is, as with tkv_promote; a block matters as much as the token of it that matters most

@@ -207,10 +207,10 @@ typedef struct tkvi_queries {
 
 /* What one chunk of keys adds up to, or several of them together. */
 typedef struct tkvi_sums {
-    float *m, *l; /* [TKVI_ROWS] */
-    float *far;   /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
-    float *any;   /* [2] not 0: that half of o has been added to */
-    float *o;     /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+    float *m, *l;         /* [TKVI_ROWS] */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
+    float *any;           /* [2] not 0: that half of o has been added to */
+    float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
 } tkvi_sums;
 
 static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
@@ -220,8 +220,8 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     s.o = memory;
     s.m = memory + 2 * TKVI_ROWS * v_pad;
     s.l = s.m + TKVI_ROWS;
-    s.far = s.l + TKVI_ROWS;
-    s.any = s.far + TKVI_ROWS;
+    s.far_attention = s.l + TKVI_ROWS;
+    s.any = s.far_attention + TKVI_ROWS;
     return s;
 }
 
@@ -429,8 +429,9 @@ static int tkvi_listens(const tkvi_unit *u, int r) {
     return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
-/* What block i adds to `far` of the rows that listen: sums of p^2, where it is no sink and far enough back. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far) {
+/* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
+ * back. */
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
@@ -438,7 +439,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p
         if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
-        for (k = 0; k < 16; k++) far[r] += sum[k];
+        for (k = 0; k < 16; k++) far_attention[r] += sum[k];
     }
 }
 
@@ -456,7 +457,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
     sums->any[0] = sums->any[1] = 0.0f;
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far[r] = 0.0f;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
@@ -472,11 +473,11 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
                     if (sums->any[space] > 0.0f)
                         tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
                 sums->l[r] *= shrink;
-                sums->far[r] *= shrink * shrink;
+                sums->far_attention[r] *= shrink * shrink;
             }
             sums->l[r] += sum[r];
         }
-        if (u->call->listen) tkvi_add_far(u, i, p, sums->far);
+        if (u->call->listen) tkvi_add_far(u, i, p, sums->far_attention);
         rec = tkvi_record_of(u, i, &bytes);
         bytes = tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
@@ -498,7 +499,8 @@ static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const
     b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
     to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
     to->l[r] = first ? from->l[r] : to->l[r] * a + from->l[r] * b;
-    to->far[r] = first ? from->far[r] : to->far[r] * a * a + from->far[r] * b * b;
+    to->far_attention[r] =
+        first ? from->far_attention[r] : to->far_attention[r] * a * a + from->far_attention[r] * b * b;
     for (space = 0; space < 2; space++) {
         float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
         const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
@@ -535,7 +537,7 @@ static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const
 static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
-    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far = tkvi_far_of(kv, layer, u->head);
+    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far_attention = tkvi_far_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
         if (!tkvi_listens(u, r)) continue;
@@ -544,7 +546,8 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
-        if (s->l[r] > 0.0f) *far += tkvi_counted(s->far[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
+        if (s->l[r] > 0.0f)
+            *far_attention += tkvi_counted(s->far_attention[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
     }
     tkvi_unlock(&kv->learning);
 }
@@ -991,7 +994,7 @@ static int tkvi_any_tells(const tkvi_work *w) {
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
 typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
     TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
-    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far[TKVI_MANY], origin[TKVI_MANY];
+    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
     int lanes;
 } tkvi_many_sums;
 
@@ -1036,7 +1039,7 @@ static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *ori
     }
 }
 
-/* Whose p of a block count for `far`, as tkvi_add_far says; 0 if nobody's do. */
+/* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
 static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
     int r, any = 0;
     if (!u->call->listen || i < u->list->sinks) return 0;
@@ -1066,7 +1069,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_MANY; r++) {
         sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far[r] = 0.0f;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     w.s = scores;
     w.lanes = lanes;
@@ -1074,7 +1077,8 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
-    w.far = u->call->listen ? sums->far : NULL; /* shrinks with the others, whoever is heard */
+    w.far_attention =
+        u->call->listen ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
@@ -1126,7 +1130,7 @@ static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *f
     sums.o = from->o + first * u->v_pad;
     sums.m = from->m + first;
     sums.l = from->l + first;
-    sums.far = from->far + first;
+    sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
     if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);

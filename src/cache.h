@@ -78,10 +78,10 @@ struct tkv_cache {
     float *parts;       /* partial results of parallel attention, or NULL */
     int parts_taken;
     /* what attention learns (learn.h); NULL where no format asks for it */
-    int *seen;      /* [n_layers] tokens appended since it listens; -1: it does not */
-    int64_t *asked; /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far;   /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;   /* somebody is adding */
+    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;           /* somebody is adding */
     /* the same for SQUAT formats (metric.h) */
     tkvi_ears *ears; /* [n_layers] */
     int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
@@ -127,7 +127,7 @@ static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
 }
 
 static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
@@ -353,13 +353,13 @@ static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
-    kv->far = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_heard_put(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
-    kv->asked = kv->far = NULL;
+    kv->asked = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */

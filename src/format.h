@@ -70,7 +70,7 @@ typedef struct tkvi_columns {
     /* Out, [16] each: codes, 0 beyond n; byte of the scale; offset; mean of the residuals. */
     uint8_t (*code)[TKVI_BLOCK], *log, *offset;
     float *middle;
-    uint32_t far; /* bit l: column l has bits, but its mean is beyond this scale and offset */
+    uint32_t beyond_mask; /* bit l: column l has bits, but its mean is beyond this scale and offset */
     /* Between the steps: */
     TKVI_ALIGNED int16_t u[TKVI_BLOCK / 2][TKVI_LANES][2]; /* values as integers; which: tkvi_column_u */
     TKVI_ALIGNED float low[TKVI_LANES], step[TKVI_LANES];  /* value = low + step * (u + 1/2), nearly */

@@ -209,19 +209,19 @@ TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *
 
 static void tkvi_settle_scalar(tkvi_columns *c, int top) {
     int l;
-    c->far = 0;
+    c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_column one = tkvi_column_of(c, l);
-        int far = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
-        c->far |= (uint32_t)far << l;
+        int beyond = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        c->beyond_mask |= (uint32_t)beyond << l;
     }
 }
 
 /* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
  * scale's byte and the first offset, codes, the offset that they have. */
 TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
-    double mean = tkvi_a_mean(c), far = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
-    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(far * unit / 120.0)), top));
+    double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
+    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
     *offset = tkvi_a_offset(mean, tkvi_log_value(log, top), 1 << (c->width - 1), 1, c->width);
     *offset = tkvi_max(-127, tkvi_min(127, *offset));
     return log;
@@ -292,8 +292,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
         c.middle = middle + first;
         help->columns(&c);
         help->settle(&c, s->top);
-        for (l = 0; c.far >> l; l++)
-            if (c.far >> l & 1u) tkvi_a_recode(&c, l, s->top);
+        for (l = 0; c.beyond_mask >> l; l++)
+            if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
         for (l = c.lanes; l < TKVI_LANES; l++) {
             memset(column[first + l], 0, TKVI_BLOCK);
             log[first + l] = by[first + l] = 0;

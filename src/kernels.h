@@ -54,7 +54,7 @@ typedef struct tkvi_kernels {
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
     const tkvi_helpers *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
-    float (*exp64)(const float *s, float max, float *p);
+    float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
     /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
      * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
@@ -338,11 +338,11 @@ static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t
     }
 }
 
-static float tkvi_exp64_scalar(const float *s, float max, float *p) {
+static float tkvi_exp64_scalar(const float *s, float maximum, float *p) {
     float sum = 0.0f;
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        float x = s[t] - max;
+        float x = s[t] - maximum;
         p[t] = x < -87.0f ? 0.0f : expf(x); /* no subnormals, whatever the flags */
         sum += p[t];
     }
@@ -350,10 +350,10 @@ static float tkvi_exp64_scalar(const float *s, float max, float *p) {
 }
 
 static float tkvi_max64_scalar(const float *s) {
-    float max = s[0];
+    float maximum = s[0];
     int t;
-    for (t = 1; t < TKVI_BLOCK; t++) max = s[t] > max ? s[t] : max;
-    return max;
+    for (t = 1; t < TKVI_BLOCK; t++) maximum = s[t] > maximum ? s[t] : maximum;
+    return maximum;
 }
 
 static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {

@@ -85,13 +85,13 @@ static float tkvi_max64_128(const float *s) {
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf. */
-static float tkvi_exp64_128(const float *s, float max, float *p) {
+static float tkvi_exp64_128(const float *s, float maximum, float *p) {
     static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                      5.0000001201e-1f};
     tkvi_f4 sum = tkvi_all_128(0.0f);
     int t, k;
     for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(max)), r, f, y;
+        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_all_128(maximum)), r, f, y;
         tkvi_f4 x = tkvi_most_128(from, tkvi_all_128(-87.0f)); /* 2^n stays a normal number */
         tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_all_128(1.44269504f)));
         f = tkvi_float_128(n);

@@ -244,7 +244,7 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
     TKVI_ALIGNED float scale[TKVI_LANES], unit[TKVI_LANES];
     int l;
     for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
-    c->far = 0;
+    c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l += 4) {
         __m128i u = tkvi_4ints_avx2(c->sum_u + l), k = tkvi_4ints_avx2(c->sum_c + l);
         __m128i width = _mm_cvtepu8_epi32(tkvi_4bytes_avx2(c->width + l));
@@ -266,12 +266,12 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
         __m128 by = _mm_loadu_ps(scale + l);
         __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
         __m256d mean, v, some = _mm256_cmp_pd(_mm256_cvtps_pd(by), _mm256_setzero_pd(), _CMP_GT_OQ);
-        int32_t four, far;
+        int32_t four, beyond;
         mean_u = _mm_div_ps(mean_u, _mm_set1_ps((float)(2 * c->n)));
         mean = _mm256_mul_pd(_mm256_cvtps_pd(_mm_loadu_ps(c->step + l)), _mm256_cvtps_pd(mean_u));
         mean = _mm256_add_pd(mean, _mm256_cvtps_pd(_mm_loadu_ps(c->low + l)));
         _mm_storeu_ps(c->middle + l, _mm256_cvtpd_ps(mean));
-        far =
+        beyond =
             _mm256_movemask_pd(_mm256_andnot_pd(some, _mm256_cmp_pd(mean, _mm256_setzero_pd(), _CMP_NEQ_UQ)));
         k = _mm_sub_epi32(_mm_add_epi32(k, k), _mm_mullo_epi32(count, tops));
         v = _mm256_div_pd(_mm256_cvtepi32_pd(k), n2);
@@ -280,9 +280,9 @@ static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
         v = _mm256_min_pd(_mm256_max_pd(v, _mm256_set1_pd(-128.0)), _mm256_set1_pd(128.0));
         v = _mm256_add_pd(_mm256_and_pd(v, some), _mm256_set1_pd(1000.5));
         k = _mm_sub_epi32(_mm256_cvttpd_epi32(v), _mm_set1_epi32(1000));
-        far |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
-        far &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
-        c->far |= (uint32_t)far << l;
+        beyond |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
+        beyond &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
+        c->beyond_mask |= (uint32_t)beyond << l;
         four = _mm_cvtsi128_si32(_mm_shuffle_epi8(k, _mm_set1_epi32(0x0c080400)));
         memcpy(c->offset + l, &four, 4);
     }
@@ -607,11 +607,11 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
 }
 
 /* exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is that of Cephes' expf, error 1e-7. */
-static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float max, float *p) {
+static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     __m256 sum = _mm256_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 8) {
-        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(max)), n, r, y;
+        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum)), n, r, y;
         __m256 some = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
         x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f)); /* n stays above -127: 2^n is a normal number */
         n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), 8);
@@ -743,10 +743,10 @@ TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
     const __m256i large =
         _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size),
-                                       _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m256i x =
-        _mm256_blendv_epi8(large, _mm256_castps_si256(small), _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
+    const __m256 subnormal = _mm256_mul_ps(
+        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
+                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
     return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
 }
 

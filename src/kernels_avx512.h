@@ -384,11 +384,11 @@ TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     return _mm512_maskz_scalef_ps(some, y, n);
 }
 
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float max, float *p) {
+static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
     __m512 sum = _mm512_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
         _mm512_storeu_ps(p + t, y);
         sum = _mm512_add_ps(sum, y);
     }
@@ -541,10 +541,10 @@ TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
     const __m512i large =
         _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size),
-                                       _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512 subnormal = _mm512_mul_ps(
+        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
     const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(small));
+                                            _mm512_castps_si512(subnormal));
     return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
 }
 
@@ -566,11 +566,11 @@ TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx
     int k;
     for (k = 0; k < 3; k++) {
         const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), byte;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
         if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        byte = _mm512_srli_epi32(bit, 3);
+        at = _mm512_srli_epi32(bit, 3);
         a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(byte, _mm512_slli_epi32(byte, 8));
+        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
         a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
     }
     a->level = _mm512_load_ps(r->level);

@@ -56,14 +56,30 @@
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
+ * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
+ * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
+    (defined(_WIN64) || defined(__CYGWIN__))
+#define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
+    __asm__(".ifndef tkvi_" aligned "\n.set tkvi_" aligned ", 1\n"                                           \
+            ".macro " aligned " operands:vararg\n\t" unaligned " \\operands\n.endm\n.endif\n")
+TKVI_UNALIGNED("vmovaps", "vmovups");
+TKVI_UNALIGNED("vmovapd", "vmovupd");
+TKVI_UNALIGNED("vmovdqa", "vmovdqu");
+TKVI_UNALIGNED("vmovdqa32", "vmovdqu32");
+TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
+#undef TKVI_UNALIGNED
+#endif
+
 /* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int byte) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int byte) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)byte * 0x01010101u));
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
 

@@ -31,8 +31,8 @@ typedef struct tkvi_weighing {
     const int32_t *low, *high; /* tokens low .. high-1 of the block are seen; NULL: all are */
     float *m, *l;              /* as good as the maximum, and the sum of p, so far */
     float *shrink;             /* out: what sums so far are to be multiplied by, if 1 is returned */
-    float *far;                /* sum of p^2 so far, or NULL */
-    const float *hears;        /* 1 where p of this block count for `far`, else 0; NULL: nowhere */
+    float *far_attention;      /* sum of p^2 so far, or NULL */
+    const float *hears;        /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
 } tkvi_weighing;
 
 /* Rows of queries, and what k keeps of them from block to block. */

@@ -702,7 +702,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
         float *s = w->s + v;
-        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, far;
+        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, squares;
         __mmask16 grows, before;
         TKVI_UNROLL
         for (t = 0; t < 4; t++) tops[t] = hidden;
@@ -734,21 +734,22 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         _mm512_storeu_ps(w->m + v, m);
         /* rows that have seen nothing: 0, and exp of -1e30 */
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
-        sum = far = _mm512_setzero_ps();
+        sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
             const __m512 y = tkvi_many_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
             _mm512_storeu_ps(s + t * w->lanes, y);
             sum = _mm512_add_ps(sum, y);
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
-        if (!w->far) continue;
+        if (!w->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
-            far = _mm512_fmadd_ps(y, y, far);
+            squares = _mm512_fmadd_ps(y, y, squares);
         }
-        if (w->hears) far = _mm512_mul_ps(far, _mm512_loadu_ps(w->hears + v));
+        if (w->hears) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->hears + v));
         by = _mm512_mul_ps(by, by);
-        _mm512_storeu_ps(w->far + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->far + v), by, far));
+        _mm512_storeu_ps(w->far_attention + v,
+                         _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
     }
     return shrinks != 0;
 }

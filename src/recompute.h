@@ -92,16 +92,17 @@ static int tkvi_next_level(const tkv_cache *kv) {
     return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int max, int *n) {
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                    int *n) {
     int at = TKVI_FOREVER, layer, len, end, count = 0;
-    if (!tkvi_seq_ok(kv, seq) || !n || max < 0 || (max > 0 && !out)) return TKV_ERR_ARG;
+    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
     len = tkv_seq_len(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
         end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < max) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
     }
     *n = count;
     return TKV_OK;
@@ -130,7 +131,7 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
 }
 
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int max,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
@@ -138,7 +139,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
     if (freed) *freed = 0;
     if (st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
-    if (tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
+    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
                          " blocks (tkv_remat_blocks)");
     st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);

@@ -38,7 +38,7 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     uint64_t found = 0, known = 0;
     int i, shift;
     for (shift = r->priority ? 32 : 24; shift >= 0; shift -= 8) {
-        int count[256], byte = 0;
+        int count[256], digit = 0;
         memset(count, 0, sizeof count);
         for (i = 0; i < r->n; i++) {
             uint64_t rank;
@@ -46,8 +46,8 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
             rank = tkvi_rank(r, i);
             if ((rank & known) == found) count[rank >> shift & 255u]++;
         }
-        while (k > count[byte]) k -= count[byte++];
-        found |= (uint64_t)byte << shift;
+        while (k > count[digit]) k -= count[digit++];
+        found |= (uint64_t)digit << shift;
         known |= (uint64_t)255 << shift;
     }
     *equal = k;

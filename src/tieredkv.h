@@ -3,10 +3,31 @@
 
 #include "api.h"
 
+/* Outside the include guard, as the next part is: all includes must have the same TKV_PREFIX. */
+#ifndef TKVI_INCLUDED
+#define TKVI_INCLUDED
+#ifdef TKV_PREFIX
+#define TKVI_HAS_PREFIX
+enum { TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include) = 1 };
+#endif
+#elif defined(TKV_PREFIX) && !defined(TKVI_HAS_PREFIX)
+#error "TKV_PREFIX was not defined at the first include of tieredkv.h. Define it before that, or use -D."
+#elif !defined(TKV_PREFIX) && defined(TKVI_HAS_PREFIX)
+#error "TKV_PREFIX was defined at the first include of tieredkv.h. Keep it defined until the last, or use -D."
+#elif defined(TKV_PREFIX)
+/* The preprocessor cannot compare names. This one is unknown to the compiler if the prefix is another one. */
+extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_include)];
+#endif
+
 /* Outside the include guard: a header may have been included first without the implementation. */
 #if defined(TIEREDKV_IMPLEMENTATION) && !defined(TKVI_IMPLEMENTED)
 #define TKVI_IMPLEMENTED
 #ifdef __cplusplus
+#ifdef __clang__ /* This is C. gcc exempts extern "C" from both warnings itself. */
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wold-style-cast"
+#pragma clang diagnostic ignored "-Wzero-as-null-pointer-constant"
+#endif
 extern "C" {
 #endif
 #include "base.h"
@@ -97,5 +118,8 @@ extern "C" {
 #include "end.h"
 #ifdef __cplusplus
 }
+#ifdef __clang__
+#pragma clang diagnostic pop
+#endif
 #endif
 #endif /* TIEREDKV_IMPLEMENTATION */

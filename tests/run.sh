@@ -28,7 +28,7 @@ for program in "$@"; do
     *) ${RUNNER:-} "$program" >"$out" 2>&1 ;;
     esac
     status=$?
-    set -- $(tail -n 1 "$out" |
+    set -- $(tail -n 1 "$out" | tr -d '\r' |
         sed -n -E 's/^([0-9]+) passed, ([0-9]+) failed(, ([0-9]+) skipped)?$/\1 \2 \4/p') # or nothing
     p=${1:-0} f=${2:-0} s=${3:-0}
     if [ $# -eq 0 ] || { [ $status -ne 0 ] && [ "$f" -eq 0 ]; }; then

@@ -1730,8 +1730,8 @@ static tkv_status spoil(tkv_attend_params *p, int how, tkv_rows *rows) {
 }
 
 TEST(bad_arguments) {
-    enum { OUT = 2 * 4 * 48, LSES = 8, MASSES = 600 };
-    float out[OUT], lse[LSES], mass[MASSES], filler[MASSES];
+    enum { N_OUT = 2 * 4 * 48, LSES = 8, MASSES = 600 };
+    float out[N_OUT], lse[LSES], mass[MASSES], filler[MASSES];
     tkv_attend_params good;
     fixture f;
     void *q;
@@ -1809,10 +1809,10 @@ static const loss losses[] = {
 enum { N_ALLOCATED = 13 }; /* the archive of the default plan */
 
 static double loss_of(const loss *l, data_kind data) {
-    enum { LEN = 500, N = 8, HEADS = 4, DIM = 128, OUT = N * HEADS * DIM };
+    enum { LEN = 500, N = 8, HEADS = 4, DIM = 128, N_OUT = N * HEADS * DIM };
     tkv_config cfg = shape_config(HEADS, 1, DIM, DIM);
-    float *k = floats(LEN * DIM), *v = floats(LEN * DIM), *q = floats(OUT), *out = floats(OUT);
-    double *got = doubles(OUT), *zero = doubles(OUT), error = 1e30;
+    float *k = floats(LEN * DIM), *v = floats(LEN * DIM), *q = floats(N_OUT), *out = floats(N_OUT);
+    double *got = doubles(N_OUT), *zero = doubles(N_OUT), error = 1e30;
     tkv_attend_params p;
     fixture f;
     answer exact;
@@ -1831,11 +1831,11 @@ static double loss_of(const loss *l, data_kind data) {
         p.q = q;
         exact = oracle(&f, &p, 1);
         CHECK_EQ(tkv_attend(f.kv, 0, 0, q, N, out), TKV_OK);
-        for (i = 0; i < OUT; i++) got[i] = (double)out[i];
-        error = relative(got, exact.out, OUT);
+        for (i = 0; i < N_OUT; i++) got[i] = (double)out[i];
+        error = relative(got, exact.out, N_OUT);
         if (l->most[data] > 0.0) {
             CHECK_LE(error, l->most[data]);
-            CHECK(relative(zero, exact.out, OUT) > l->most[data]);
+            CHECK(relative(zero, exact.out, N_OUT) > l->most[data]);
         }
         answer_free(&exact);
     }

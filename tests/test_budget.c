@@ -111,7 +111,7 @@ static int all_read_well(const tkv_cache *kv) {
     return exact;
 }
 
-static tkv_config small(size_t budget) {
+static tkv_config small_config(size_t budget) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.budget_bytes = budget;
     return cfg;
@@ -119,7 +119,7 @@ static tkv_config small(size_t budget) {
 
 /* >>growth */
 static void check_growth(size_t budget, int chunk) {
-    tkv_config cfg = small(budget);
+    tkv_config cfg = small_config(budget);
     tkv_cache *kv;
     purse p;
     int l = 0, level = 0, most_level = 0, tokens = 0, context, len[LAYERS];
@@ -181,7 +181,7 @@ TEST(growth_stays_within) {
 
 /* Exact until a level is needed; then the oldest first, a level at a time. */
 TEST(oldest_first) {
-    tkv_config cfg = small(800 * 1000);
+    tkv_config cfg = small_config(800 * 1000);
     tkv_cache *kv = make(&cfg);
     int t, l, i, level = 0;
     forget_all();
@@ -223,7 +223,7 @@ static void note(void *user, const tkv_event *e) {
 
 /* Relaxes when sequences end, not before all would fit; then tightens again. */
 TEST(relaxes_when_all_fits) {
-    tkv_config cfg = small(800 * 1000);
+    tkv_config cfg = small_config(800 * 1000);
     diary d;
     tkv_cache *kv;
     int i, t, turns = 0;
@@ -257,7 +257,7 @@ TEST(relaxes_when_all_fits) {
 TEST(windows_fit_too) {
     int budget;
     for (budget = 440; budget < 700; budget += 20) {
-        tkv_config cfg = small((size_t)budget * 1000);
+        tkv_config cfg = small_config((size_t)budget * 1000);
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int context = -1, t;
@@ -282,7 +282,7 @@ TEST(windows_fit_too) {
 TEST(plans_change_under_reservations) {
     int how, t;
     for (how = 0; how < 3; how++) {
-        tkv_config cfg = small(how == 2 ? 4000 * 1000 : 0);
+        tkv_config cfg = small_config(how == 2 ? 4000 * 1000 : 0);
         tkv_cache *kv;
         static const tkv_level two[] = {{2000, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
                                         {1, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
@@ -311,7 +311,7 @@ TEST(plans_change_under_reservations) {
 
 /* Refused, everything is as it was; and the last append stays exact, also when a batch has a row of no tokens. */
 TEST(refused_keeps_the_last_append) {
-    tkv_config cfg = small(800 * 1000);
+    tkv_config cfg = small_config(800 * 1000);
     tkv_cache *kv;
     tkv_append_params p;
     tkv_rows rows[2];
@@ -347,7 +347,7 @@ TEST(steps_reach_as_far) {
     int i, steps, l, t;
     for (i = 0; i < COUNT(budgets); i++)
         for (steps = 0; steps < 2; steps++) {
-            tkv_config cfg = small(budgets[i]);
+            tkv_config cfg = small_config(budgets[i]);
             diary d;
             tkv_cache *kv;
             tkv_status st = TKV_OK;
@@ -382,7 +382,7 @@ TEST(steps_reach_as_far) {
 
 /* What came with the last append stays exact until the sequence's next one, whoever presses. */
 TEST(last_append_is_exact) {
-    tkv_config cfg = small(1000 * 1000);
+    tkv_config cfg = small_config(1000 * 1000);
     tkv_cache *kv = make(&cfg);
     int t, l, n;
     forget_all();
@@ -403,7 +403,7 @@ TEST(profiles_and_ladders) {
         {TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
         {32, TKV_ALL, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}},
         {32, 64, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI2, TKV_KIVI2}}};
-    tkv_config cfg = small(900 * 1000);
+    tkv_config cfg = small_config(900 * 1000);
     tkv_layer_config layers[LAYERS];
     tkv_cache *kv;
     tkv_tier_info info;
@@ -420,7 +420,7 @@ TEST(profiles_and_ladders) {
     /* the caller's ladder, and a layer that says something of itself */
     memset(layers, 0, sizeof layers);
     layers[1].hot_tokens = TKV_ALL;
-    cfg = small(950 * 1000);
+    cfg = small_config(950 * 1000);
     cfg.ladder = eight;
     cfg.n_levels = COUNT(eight);
     cfg.layers = layers;
@@ -435,7 +435,7 @@ TEST(profiles_and_ladders) {
     sound(kv);
     tkv_destroy(kv);
     /* from the first threshold on, not from level 0 */
-    cfg = small(1000 * 1000);
+    cfg = small_config(1000 * 1000);
     CHECK_EQ(tkv_policy_profile(&cfg.policy, "aggressive"), TKV_OK);
     forget_all();
     kv = make(&cfg);
@@ -448,7 +448,7 @@ TEST(profiles_and_ladders) {
 
 /* At cfg.policy.min_level nothing that is old stays looser, however much memory is free. */
 static void check_min_level(int min_level, int chunk) {
-    tkv_config cfg = small((size_t)64 << 20);
+    tkv_config cfg = small_config((size_t)64 << 20);
     tkv_tier_info tiers;
     tkv_cache *kv;
     int seq, l, done;
@@ -487,7 +487,7 @@ TEST(min_level_holds_while_memory_is_free) {
 
 /* >>changes at run time */
 TEST(budget_goes_down_and_up) {
-    tkv_config cfg = small(1700 * 1000);
+    tkv_config cfg = small_config(1700 * 1000);
     purse p;
     tkv_cache *kv;
     int t, exact;
@@ -523,7 +523,7 @@ TEST(budget_goes_down_and_up) {
     (void)all_read_well(kv);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    cfg = small(0);
+    cfg = small_config(0);
     kv = make(&cfg);
     CHECK_EQ(tkv_set_budget(kv, 1000 * 1000), TKV_ERR_ARG);
     CHECK_EQ(tkv_set_level(kv, 1), TKV_ERR_ARG);
@@ -532,7 +532,7 @@ TEST(budget_goes_down_and_up) {
 
 /* A budget ends, and the plan has looser formats than the budget's levels. */
 TEST(what_is_coded_stays_coded) {
-    tkv_config cfg = small(900 * 1000);
+    tkv_config cfg = small_config(900 * 1000);
     tkv_cache *kv;
     int t, flush;
     forget_all();
@@ -557,7 +557,7 @@ TEST(what_is_coded_stays_coded) {
 }
 
 TEST(idle_time_is_used) {
-    tkv_config cfg = small(1000 * 1000);
+    tkv_config cfg = small_config(1000 * 1000);
     tkv_cache *kv = make(&cfg);
     int t, done = 0, sum = 0;
     uint64_t before;
@@ -581,7 +581,7 @@ TEST(idle_time_is_used) {
 }
 
 TEST(pressure_from_outside) {
-    tkv_config cfg = small(8000 * 1000);
+    tkv_config cfg = small_config(8000 * 1000);
     tkv_cache *kv = make(&cfg);
     int t;
     forget_all();
@@ -600,7 +600,7 @@ TEST(pressure_from_outside) {
 }
 
 TEST(hot_tokens_and_level_by_hand) {
-    tkv_config cfg = small(1000 * 1000);
+    tkv_config cfg = small_config(1000 * 1000);
     tkv_cache *kv = make(&cfg);
     tkv_tier_info info;
     int t;
@@ -624,7 +624,7 @@ TEST(hot_tokens_and_level_by_hand) {
         static const tkv_level two[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
                                         {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
         tkv_pair pair;
-        cfg = small(0);
+        cfg = small_config(0);
         cfg.ladder = two;
         cfg.n_levels = 2;
         forget_all();
@@ -641,7 +641,7 @@ TEST(hot_tokens_and_level_by_hand) {
 }
 
 TEST(steps_and_reservations) {
-    tkv_config cfg = small(560 * 1000);
+    tkv_config cfg = small_config(560 * 1000);
     purse p;
     tkv_cache *kv;
     int t, l, i, kept = 0;
@@ -698,7 +698,7 @@ static tkv_status scenario(tkv_cache *kv, int *steps) {
 TEST(every_allocation_fails_once) {
     int fail, failed = 0, last = 1;
     for (fail = 1; last; fail++) {
-        tkv_config cfg = small(1000 * 1000);
+        tkv_config cfg = small_config(1000 * 1000);
         tkv_cache *kv = NULL;
         purse p;
         int steps = 0, s, l;
@@ -737,7 +737,7 @@ TEST(every_allocation_fails_once) {
 TEST(in_place_is_filled_to_the_end) {
     size_t off;
     for (off = 0; off < 64; off += 21) {
-        tkv_config cfg = small(1100 * 1000 + off * 1000);
+        tkv_config cfg = small_config(1100 * 1000 + off * 1000);
         site p;
         tkv_cache *kv;
         tkv_status st = TKV_OK;
@@ -798,7 +798,7 @@ static int settle(tkv_cache *kv, tkv_feedback *f, const float *loss, int *change
 
 TEST(feedback_moves_the_plan) {
     static const float easy[] = {.002f, .004f, .008f, .015f}, hard[] = {.004f, .02f, .06f, .2f};
-    tkv_config cfg = small(0);
+    tkv_config cfg = small_config(0);
     tkv_feedback f;
     tkv_cache *kv;
     tkv_pair pair;
@@ -827,7 +827,7 @@ TEST(feedback_moves_the_plan) {
     CHECK_EQ(tkv_adapt(kv, NULL, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);
     /* under a budget: not finer than memory allows, never cheaper than it must be */
-    cfg = small(480 * 1000);
+    cfg = small_config(480 * 1000);
     forget_all();
     kv = make(&cfg);
     for (scores = 0; scores < 1200; scores++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
@@ -867,7 +867,7 @@ TEST(config_says_what_is_wrong) {
     for (i = 0; i < COUNT(cases); i++) {
         char reason[200];
         memset(two, 0, sizeof two);
-        cfg = small(1000 * 1000);
+        cfg = small_config(1000 * 1000);
         cfg.ladder = two;
         cfg.n_levels = 2;
         CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
@@ -881,7 +881,7 @@ TEST(config_says_what_is_wrong) {
         CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, cases[i].field) != NULL, "%s", reason);
     }
-    cfg = small(1000);
+    cfg = small_config(1000);
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_BUDGET);
     cfg.max_tokens = 100;
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_BUDGET);

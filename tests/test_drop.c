@@ -34,7 +34,7 @@ typedef struct twins {
     tkv_cache *kv, *whole;
 } twins;
 
-static tkv_config small(void) {
+static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.hot = pair_of(TKV_F32, TKV_F32);
     cfg.evict.kind = TKV_EVICT_SLIDING;
@@ -42,7 +42,7 @@ static tkv_config small(void) {
 }
 
 static twins twins_of(const tkv_config *cfg) {
-    tkv_config whole = small();
+    tkv_config whole = small_config();
     twins t;
     whole.evict.kind = TKV_EVICT_NONE;
     whole.hot_tokens = TKV_ALL;
@@ -158,7 +158,7 @@ static void drop_some(twins *t, int seq, int layer, int percent) {
 
 /* >>who goes */
 TEST(a_window_slides) { /* StreamingLLM: sinks and the newest, never more than asked for */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int n, i;
     cfg.hot_tokens = TKV_ALL;
@@ -179,7 +179,7 @@ TEST(
     sinks_outlast_long_chunks) { /* as many new tokens as may stay, or more: what is protected stays beside them */
     int chunk;
     for (chunk = 32; chunk <= CHUNK; chunk += 32) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         twins t;
         int n, i;
         cfg.hot_tokens = TKV_ALL;
@@ -196,7 +196,7 @@ TEST(
 }
 
 TEST(batches) { /* at most evict_tokens, and at least that less a batch */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int n, least = LONGEST;
     cfg.evict_tokens = 300;
@@ -216,7 +216,7 @@ TEST(batches) { /* at most evict_tokens, and at least that less a batch */
 
 /* The tokens that the pure function leaves, of the keys as the cache has them. */
 static void leaves_what_the_rule_says(tkv_evict_kind kind, int keep) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     tkv_evict_view v;
     uint64_t victims[WORDS];
@@ -259,7 +259,7 @@ TEST(rules_of_keys) {
 
 TEST(norms_are_those_of_the_keys_that_came) { /* whatever they are coded in by now */
     static const tkv_pair tight = {TKV_KIVI2, TKV_KIVI2};
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     tkv_evict_view v;
     uint64_t victims[WORDS];
@@ -293,7 +293,7 @@ TEST(what_is_attended_to_stays) {
     static const int heavy[4] = {30, 77, 140, 201};
     size_t n;
     for (n = 0; n < sizeof kinds / sizeof *kinds; n++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         tkv_evict_config other;
         tkv_evict_params p;
         tkv_cache *kv;
@@ -334,7 +334,7 @@ TEST(what_is_attended_to_stays) {
 }
 
 TEST(scores_pins_priorities) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     float scores[500];
     signed char priority[500];
@@ -387,7 +387,7 @@ TEST(scores_pins_priorities) {
 }
 
 TEST(scores_of_the_cache_are_importance) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     float importance[300], least = 1e30f, most = -1e30f, mass[300];
     twins t;
@@ -420,7 +420,7 @@ static float no_number(void *user, const tkv_evict_view *v, int i) {
 }
 
 TEST(a_scorer_of_the_users) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int mad = 0, i;
     cfg.evict.kind = TKV_EVICT_USER;
@@ -443,7 +443,7 @@ static float counts_calls(void *user, const tkv_evict_view *v, int i) {
 }
 
 TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     twins t;
     int calls = 0, i;
@@ -466,7 +466,7 @@ TEST(scorers_are_asked_once) { /* for each token, be it one layer or all */
 }
 
 TEST(pins_of_what_is_gone_hold_nothing) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkvi_spared spared;
     twins t;
     int before;
@@ -484,7 +484,7 @@ TEST(pins_of_what_is_gone_hold_nothing) {
 }
 
 TEST(pyramids) { /* budgets of layers fall, and hold together */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     twins t;
     int layer, sum = 0, last = LONGEST;
@@ -546,7 +546,7 @@ static void holes_in(tkv_config cfg, double bound) {
 }
 
 TEST(exact_holes) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     cfg.hot_tokens = TKV_ALL;
     holes_in(cfg, FAST_MATH ? 2e-3 : 2e-5);
     cfg.sink_tokens = TKV_NONE;
@@ -557,7 +557,7 @@ TEST(coded_holes) { /* errors of formats, of blocks that were coded twice or thr
     static const tkv_pair pairs[] = {
         {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, {TKV_A40, TKV_R40}, {TKV_FP8_E4M3, TKV_FP8_E4M3}};
     static const double bounds[] = {.03, .4, .4, .15};
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     int i;
     cfg.hot = pair_of(TKV_F16, TKV_F16);
     for (i = 0; i < COUNT(pairs); i++) {
@@ -567,7 +567,7 @@ TEST(coded_holes) { /* errors of formats, of blocks that were coded twice or thr
 }
 
 TEST(keys_before_rope) { /* their tokens stay where they are */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int i;
     cfg.warm = cfg.archive = pair_of(TKV_KVQUANT4, TKV_KVQUANT4);
@@ -585,7 +585,7 @@ TEST(keys_before_rope) { /* their tokens stay where they are */
 }
 
 TEST(all_may_go) { /* then nobody is attended to, and the next token is the first to be */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t = twins_of(&cfg);
     int i;
     CHECK_EQ(grow(&t, 0, 200), TKV_OK);
@@ -605,7 +605,7 @@ TEST(all_may_go) { /* then nobody is attended to, and the next token is the firs
 }
 
 TEST(cuts) { /* truncating and aborting count positions; what went does not come back */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int i, len = 0, layer;
     cfg.hot_tokens = TKV_ALL;
@@ -663,7 +663,7 @@ static int anchors_among(const twins *t, int layer, int from, int to) {
 TEST(anchors_stay_exact) { /* those that got most, and their places are read again when others got more */
     static const int first[] = {9, 40, 67, 70, 131}, later[] = {300, 301, 302};
     const float one = 1.0f, two = 2.0f;
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_tier_info tiers;
     twins t;
     int i;
@@ -698,7 +698,7 @@ TEST(anchors_make_it_better) { /* keys that queries look for: 16 exact ones inst
     double err[2];
     int n;
     for (n = 0; n < 2; n++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         twins t;
         double e = 0.0;
         int i, c, step;
@@ -728,7 +728,7 @@ TEST(anchors_make_it_better) { /* keys that queries look for: 16 exact ones inst
 }
 
 TEST(anchors_want_sinks_and_no_windows) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_layer_config layers[LAYERS];
     cfg.n_anchors = 28;
     CHECK_EQ(tkv_config_validate(&cfg, NULL, 0), TKV_OK);
@@ -752,7 +752,7 @@ TEST(anchors_want_sinks_and_no_windows) {
 
 /* >>bytes */
 TEST(bytes_come_back) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_memory_info before, after;
     tkv_tier_info tiers;
     twins t = twins_of(&cfg);
@@ -770,7 +770,7 @@ TEST(bytes_come_back) {
 }
 
 TEST(exact_tokens_move_up) { /* no block but the last is much less than full, whoever goes */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int i, n;
     cfg.hot_tokens = TKV_ALL;
@@ -813,7 +813,7 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
     purse p;
     int i, k, n;
     for (k = 0; k < COUNT(kinds); k++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         tkv_memory_info m;
         twins t;
         int first = -1;
@@ -856,7 +856,7 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
 }
 
 TEST(keys_before_rope_under_a_budget) { /* whole blocks go, the oldest first */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     int n;
     cfg.hot = pair_of(TKV_F16, TKV_F16);
@@ -872,7 +872,7 @@ TEST(keys_before_rope_under_a_budget) { /* whole blocks go, the oldest first */
 }
 
 TEST(what_is_protected_can_be_too_much) { /* then an append is refused, and nothing has gone */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     twins t;
     tkv_status st = TKV_OK;
     int n = 0, count;
@@ -893,7 +893,7 @@ TEST(what_is_protected_can_be_too_much) { /* then an append is refused, and noth
 }
 
 TEST(wrong_arguments) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_evict_params p;
     uint64_t bits[WORDS];
     twins t = twins_of(&cfg);

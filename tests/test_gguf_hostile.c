@@ -430,7 +430,7 @@ TEST(rope) {
     plan p = mixed_plan(0);
     char err[256];
     llama_model m;
-    double far = 0;
+    double largest = 0;
     int i;
     build_gguf(&file, &p);
     REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
@@ -446,9 +446,9 @@ TEST(rope) {
         forward(&m, c);
         for (i = 0; i < VOCAB; i++) {
             CHECK_NEAR(b[i], c[i], 1e-4);
-            if (fabs((double)a[i] - (double)b[i]) > far) far = fabs((double)a[i] - (double)b[i]);
+            if (fabs((double)a[i] - (double)b[i]) > largest) largest = fabs((double)a[i] - (double)b[i]);
         }
-        CHECK_LE(1e-3, far);
+        CHECK_LE(1e-3, largest);
     }
     llama_free(&m);
     /* the other pairing, on rows that were moved for it, is the same network */
@@ -458,11 +458,11 @@ TEST(rope) {
     forward(&m, b);
     m.rope_halves = 1;
     forward(&m, c);
-    for (i = 0, far = 0; i < VOCAB; i++) {
+    for (i = 0, largest = 0; i < VOCAB; i++) {
         CHECK_NEAR(a[i], c[i], 1e-4);
-        if (fabs((double)a[i] - (double)b[i]) > far) far = fabs((double)a[i] - (double)b[i]);
+        if (fabs((double)a[i] - (double)b[i]) > largest) largest = fabs((double)a[i] - (double)b[i]);
     }
-    CHECK_LE(1e-3, far);
+    CHECK_LE(1e-3, largest);
     llama_free(&m);
 }
 

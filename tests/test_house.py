@@ -157,6 +157,28 @@ class Version(unittest.TestCase):
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
 
 
+class Names(unittest.TestCase):
+    """No identifier is a macro of <windows.h>, Xlib.h or <complex.h> (tests/compile/macros.h lists them)."""
+
+    CODE = re.compile(r'/\*.*?\*/|//[^\n]*|#[ ]*include[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|([A-Za-z_]\w*)',
+                      re.S)
+
+    def test_no_macro_of_others(self):
+        macros = set(re.findall(r"\n#define (\w+)", read("tests", "compile", "macros.h"))) - {"MACROS_H"}
+        self.assertGreater(len(macros), 40)
+        used, files = [], 0
+        for folder in ("src", "examples", "tests", "bench"):
+            for place, _, names in os.walk(os.path.join(ROOT, folder)):
+                for name in names:
+                    if not name.endswith((".c", ".h", ".cpp", ".cu")) or name == "macros.h":
+                        continue
+                    files += 1
+                    identifiers = set(self.CODE.findall(read(place, name)))
+                    used += ["%s: %s" % (name, word) for word in sorted(identifiers & macros)]
+        self.assertGreater(files, 100)
+        self.assertEqual(used, [])
+
+
 class Readme(unittest.TestCase):
     def test_code_runs(self):
         """The 20 lines build as they stand, with the header beside them, and print what the text says."""

@@ -743,12 +743,12 @@ TEST(none_is_an_error_at_capacity) {
 }
 
 /* >>a small cache: positions and numbers of each token, kept by compaction */
-typedef struct small {
+typedef struct small_cache {
     int n, position[400];
     float mass[400], last[400], norms[400], keys[400 * 2], lows[400];
-} small;
+} small_cache;
 
-static tkv_evict_view view_of_small(const small *s) {
+static tkv_evict_view view_of_small_cache(const small_cache *s) {
     tkv_evict_view v = view_of(s->n);
     v.position = s->position;
     v.mass = v.observed = v.scores = s->mass;
@@ -766,7 +766,7 @@ static float by_mass(void *user, const tkv_evict_view *v, int i) {
     return v->mass[i];
 }
 
-static void drop(small *s, const uint64_t *victims) {
+static void drop(small_cache *s, const uint64_t *victims) {
     const int n = s->n;
     s->n = tkv_evict_compact(victims, n, s->position, sizeof(int));
     CHECK_EQ(tkv_evict_compact(victims, n, s->mass, sizeof(float)), s->n);
@@ -781,7 +781,7 @@ static void drop(small *s, const uint64_t *victims) {
 static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, int batch) {
     tkv_rng r = tkv_rng_seed(11);
     tkv_evict_config cfg;
-    small s;
+    small_cache s;
     uint64_t victims[8];
     int step, i, now = 0;
     memset(&s, 0, sizeof s);
@@ -792,7 +792,7 @@ static void budget_holds(tkv_evict_kind kind, int budget, int steps, int chunk, 
     for (step = 0; step < steps; step++) {
         const int due = tkv_evict_due(&cfg, s.n, chunk, budget);
         if (due > 0) {
-            const tkv_evict_view v = view_of_small(&s);
+            const tkv_evict_view v = view_of_small_cache(&s);
             const tkv_evict_result res = evict(&cfg, &v, s.n - due, victims);
             CHECK_EQ(res.evicted, due);
             drop(&s, victims);
@@ -856,7 +856,7 @@ TEST(needle) {
         tkv_evict_config cfg;
         tkv_importance tokens[BUDGET + 1];
         float scores[BUDGET + 1];
-        small s;
+        small_cache s;
         uint64_t victims[2];
         tkv_rng r = tkv_rng_seed(77);
         int now, i, there = 0;
@@ -865,7 +865,7 @@ TEST(needle) {
         cfg.kind = cases[c].kind;
         for (now = 0; now < STEPS; now++) {
             if (tkv_evict_due(&cfg, s.n, 1, BUDGET) > 0) {
-                tkv_evict_view v = view_of_small(&s);
+                tkv_evict_view v = view_of_small_cache(&s);
                 const int n = s.n;
                 CHECK_EQ(tkv_importance_read(&how, tokens, s.position, n, now, scores), TKV_OK);
                 v.scores = scores;

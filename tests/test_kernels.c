@@ -357,8 +357,8 @@ static tile_result run_k(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
         }
     if (c->peaked) q[tkv_rng_below(rng, s->dim)] = 30.0f;
     for (ch = 0; ch < s->pad; ch++) {
-        double near = d.scale[0][ch] * d.level[0][ch] + d.zero[0][ch];
-        ref[ch] = ch < s->dim ? (float)near : 0.0f;
+        double key = d.scale[0][ch] * d.level[0][ch] + d.zero[0][ch];
+        ref[ch] = ch < s->dim ? (float)key : 0.0f;
     }
     for (r = 0; r <= c->rows; r++) /* kernels get them in the order of the codes */
         for (ch = 0; ch < s->pad; ch++)
@@ -640,23 +640,23 @@ TEST(exponentials) {
         tkv_rng rng = tkv_rng_seed(11);
         double most = 0.0, sums = 0.0;
         for (k = 0; k < rounds(4000); k++) {
-            float s[TKVI_BLOCK], p[TKVI_BLOCK], max, sum;
+            float s[TKVI_BLOCK], p[TKVI_BLOCK], maximum, sum;
             int range = k % 3 == 0 ? 1 : k % 3 == 1 ? 20 : 87, offset = tkv_rng_below(&rng, 600) - 300;
             double true_sum = 0.0;
             for (t = 0; t < TKVI_BLOCK; t++) /* in steps of 2^-12, so that s - max has no rounding */
                 s[t] = (float)offset - (float)tkv_rng_below(&rng, range * 4096) / 4096.0f;
-            max = kernels->max64(s);
+            maximum = kernels->max64(s);
             for (t = 0; t < TKVI_BLOCK; t++)
-                if (s[t] > max) break;
+                if (s[t] > maximum) break;
             CHECK(t == TKVI_BLOCK);
-            for (t = 0; t < TKVI_BLOCK && s[t] != max; t++) {}
+            for (t = 0; t < TKVI_BLOCK && s[t] != maximum; t++) {}
             CHECK(t < TKVI_BLOCK);
-            s[k % TKVI_BLOCK] = max - 87.0f - (float)(k % 7); /* may be 0 */
+            s[k % TKVI_BLOCK] = maximum - 87.0f - (float)(k % 7); /* may be 0 */
             if (k % 5 == 0) s[(k + 1) % TKVI_BLOCK] = -1e30f;
-            if (k % 5 == 1) s[(k + 1) % TKVI_BLOCK] = max - 1e6f;
-            sum = kernels->exp64(s, max, p);
+            if (k % 5 == 1) s[(k + 1) % TKVI_BLOCK] = maximum - 1e6f;
+            sum = kernels->exp64(s, maximum, p);
             for (t = 0; t < TKVI_BLOCK; t++) {
-                double x = (double)s[t] - (double)max, want = exp(x);
+                double x = (double)s[t] - (double)maximum, want = exp(x);
                 if (x < -87.0) {
                     CHECK(p[t] >= 0.0f && (double)p[t] <= 1.2e-38);
                 } else worst(&most, fabs((double)p[t] - want) / want);
@@ -1141,16 +1141,16 @@ typedef struct goal_data {
 
 static void goal_attend(const float *q, const float *k, const float *v, double *out) { /* in double */
     static double s[GOAL_TOKENS];
-    double max = -1e300, sum = 0.0;
+    double maximum = -1e300, sum = 0.0;
     int t, c;
     for (t = 0; t < GOAL_TOKENS; t++) {
         s[t] = 0.0;
         for (c = 0; c < GOAL_DIM; c++) s[t] += (double)q[c] * (double)k[t * GOAL_DIM + c];
-        if (s[t] > max) max = s[t];
+        if (s[t] > maximum) maximum = s[t];
     }
     for (c = 0; c < GOAL_DIM; c++) out[c] = 0.0;
     for (t = 0; t < GOAL_TOKENS; t++) {
-        double p = exp(s[t] - max);
+        double p = exp(s[t] - maximum);
         sum += p;
         for (c = 0; c < GOAL_DIM; c++) out[c] += p * (double)v[t * GOAL_DIM + c];
     }
@@ -1231,11 +1231,11 @@ TEST(goals) {
                 const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
                 static float s[GOAL_BLOCKS][TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK],
                     out[TKVI_ROWS * GOAL_DIM];
-                float max[TKVI_ROWS], sum[TKVI_ROWS];
+                float maximum[TKVI_ROWS], sum[TKVI_ROWS];
                 double error;
                 memset(out, 0, sizeof out);
                 for (r = 0; r < TKVI_ROWS; r++) {
-                    max[r] = -1e30f;
+                    maximum[r] = -1e30f;
                     sum[r] = 0.0f;
                 }
                 for (b = 0; b < GOAL_BLOCKS; b++) {
@@ -1243,12 +1243,12 @@ TEST(goals) {
                                            TKVI_ROWS, TKVI_BLOCK, tkvi_planes(&ks, 0), s[b]);
                     for (r = 0; r < TKVI_ROWS; r++) {
                         float m = kernels->max64(s[b] + r * TKVI_BLOCK);
-                        if (m > max[r]) max[r] = m;
+                        if (m > maximum[r]) maximum[r] = m;
                     }
                 }
                 for (b = 0; b < GOAL_BLOCKS; b++) {
                     for (r = 0; r < TKVI_ROWS; r++)
-                        sum[r] += kernels->exp64(s[b] + r * TKVI_BLOCK, max[r], p + r * TKVI_BLOCK);
+                        sum[r] += kernels->exp64(s[b] + r * TKVI_BLOCK, maximum[r], p + r * TKVI_BLOCK);
                     kernels->v[vf->stored](&vs, g.vs[b], NULL, p, TKVI_ROWS, TKVI_BLOCK, tkvi_planes(&vs, 0),
                                            out);
                 }

@@ -732,8 +732,8 @@ static void far_and_near(tkv_cache *kv, int n, int swap, int back) {
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 1), TKV_OK);
         if (t < 200) continue;
         for (h = 0; h < HEADS; h++) {
-            int kv_head = h / (HEADS / KV_HEADS), far = kv_head == swap;
-            CHECK_EQ(tkv_read(kv, 0, 0, far ? t - back : t, 1, k_out, NULL), TKV_OK);
+            int kv_head = h / (HEADS / KV_HEADS), is_far = kv_head == swap;
+            CHECK_EQ(tkv_read(kv, 0, 0, is_far ? t - back : t, 1, k_out, NULL), TKV_OK);
             for (c = 0; c < DK; c++) q[h * DK + c] = 3.0f * k_out[kv_head * DK + c];
         }
         CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);

@@ -294,15 +294,16 @@ TEST(query_heads) {
             for (how = TKV_IMPORTANCE_MEAN; how <= TKV_IMPORTANCE_SUM; how++) {
                 tkv_config cfg = exact(shapes[i][1], 2);
                 tkv_attend_params p = ask_of(0);
-                const int group = shapes[i][0] / shapes[i][1], max = how == TKV_IMPORTANCE_MAX;
+                const int group = shapes[i][0] / shapes[i][1], is_max = how == TKV_IMPORTANCE_MAX;
                 p.q_row_stride = Q_ROW;
                 cfg.n_heads = shapes[i][0];
                 cfg.importance.strategy = strategies[s];
                 cfg.importance.heads = (tkv_importance_heads)how;
                 expect(ways[s], 2, 1.0);
-                if (max != (ways[s] == LARGEST)) o.together = max ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
+                if (is_max != (ways[s] == LARGEST))
+                    o.together = is_max ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
                 if (how == TKV_IMPORTANCE_MEAN) o.part = 1.0 / group;
-                follow(&cfg, &p, max ? "max" : how ? "sum" : "mean");
+                follow(&cfg, &p, is_max ? "max" : how ? "sum" : "mean");
             }
 }
 

@@ -257,7 +257,7 @@ static void check_greedy(const llama_model *m, const char *prompt, int n) {
                  size = (size_t)m->n_layers * (size_t)n * (size_t)(m->n_kv_heads * m->head_dim);
     float *logits = (float *)malloc(2 * vocab * sizeof *logits);
     int tokens[64], count = llama_tokenize(m, prompt, strlen(prompt), LLAMA_BOS, tokens), ours, theirs;
-    double far = 0;
+    double largest = 0;
     size_t i;
     arrays a;
     a.m = m;
@@ -273,15 +273,15 @@ static void check_greedy(const llama_model *m, const char *prompt, int n) {
         a.n++;
         for (i = 0; i < vocab; i++) {
             const double d = fabs((double)logits[i] - (double)logits[vocab + i]);
-            if (d > far) far = d;
+            if (d > largest) largest = d;
         }
         ours = llama_argmax(logits, m->vocab);
         theirs = llama_argmax(logits + vocab, m->vocab);
         CHECK_MSG(ours == theirs, "token %d: %d and %d", a.n, ours, theirs);
     }
     CHECK_EQ(tkv_seq_len(kv, 0), n);
-    CHECK_LE(far, 1e-3);
-    printf("\n    %d tokens; logits differ by %.1e at most", n, far);
+    CHECK_LE(largest, 1e-3);
+    printf("\n    %d tokens; logits differ by %.1e at most", n, largest);
     tkv_destroy(kv);
     free(logits);
     free(a.k);
@@ -320,7 +320,7 @@ TEST(greedy_smollm2) {
 
 /* >>chunks of 64 that end where a block leaves the hot tail see what single tokens see (design section 7).
  * Other chunks do not, which shows that the check can fail. */
-static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *far) {
+static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *largest) {
     tkv_config cfg = tkv_config_default();
     const size_t vocab = (size_t)m->vocab;
     float *one = (float *)malloc(vocab * sizeof *one), *many = (float *)malloc(256 * vocab * sizeof *many);
@@ -336,7 +336,7 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
     cfg.precise = 1;       /* kernels of many queries round in another order than those of one */
     a = new_cache(m, &cfg);
     b = new_cache(m, &cfg);
-    *far = 0;
+    *largest = 0;
     for (pos = 0; pos < n; pos += chunk) {
         chunk = pos || !shift ? llama_chunk(&cfg, pos - shift, n - pos) : llama_chunk(&cfg, 0, n) + shift;
         CHECK_EQ(llama_forward(m, a, 0, tokens + pos, chunk, many, chunk), TKV_OK);
@@ -345,7 +345,7 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
             CHECK_EQ(llama_forward(m, b, 0, tokens + pos + j, 1, one, 1), TKV_OK);
             for (i = 0; i < vocab; i++) {
                 const double d = fabs((double)one[i] - (double)row[i]);
-                if (d > *far) *far = d;
+                if (d > *largest) *largest = d;
             }
             sum += llama_divergence(one, row, m->vocab);
         }
@@ -366,19 +366,19 @@ TEST(chunks_are_single_tokens) {
     size_t size = 0;
     char *text;
     int *tokens, begin[21];
-    double kl, far;
+    double kl, largest;
     if (!load_model("models/stories260K.bin", &m) || !tkv_test_data(stories_text))
         SKIP("no model or no text");
     text = load_text(stories_text, &size);
     tokens = (int *)malloc((size + 21) * sizeof *tokens);
     CHECK_LE(n, tokenize_stories(&m, text, size, 20, tokens, begin));
-    kl = chunks_differ(&m, tokens, n, 0, &far);
-    printf("\n    %d tokens; logits differ by %.1e at most, KL %.1e", n, far, kl);
-    CHECK_LE(far, 0.02);
+    kl = chunks_differ(&m, tokens, n, 0, &largest);
+    printf("\n    %d tokens; logits differ by %.1e at most, KL %.1e", n, largest, kl);
+    CHECK_LE(largest, 0.02);
     CHECK_LE(kl, 1e-7);
-    kl = chunks_differ(&m, tokens, n, 32, &far);
-    printf("\n    cut 32 tokens later: %.1e, KL %.1e", far, kl);
-    CHECK_LE(0.1, far);
+    kl = chunks_differ(&m, tokens, n, 32, &largest);
+    printf("\n    cut 32 tokens later: %.1e, KL %.1e", largest, kl);
+    CHECK_LE(0.1, largest);
     CHECK_LE(1e-5, kl);
     llama_free(&m);
     free(text);

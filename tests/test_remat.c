@@ -24,7 +24,7 @@ static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LON
 /* what the model would compute */
 static float k_of[SEQS][LAYERS][LONGEST * ROW], v_of[SEQS][LAYERS][LONGEST * ROW];
 
-static tkv_config small(void) {
+static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.warm_tokens = 2 * BLOCK;
     return cfg;
@@ -128,7 +128,7 @@ static const tkv_pair archive_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
 TEST(what_comes_back_is_the_same) {
     int i, n, seq, start;
     for (i = 0; i <= COUNT(warm_of); i++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         tkv_cache *a, *b;
         if (i < COUNT(warm_of)) cfg.warm = warm_of[i], cfg.archive = archive_of[i];
         else cfg.hot_tokens = TKV_ALL;
@@ -174,7 +174,7 @@ TEST(what_comes_back_is_the_same) {
 }
 
 TEST(tiers_move_on_meanwhile) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, seq = 0;
     cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
@@ -193,7 +193,7 @@ TEST(tiers_move_on_meanwhile) {
 
 /* >>what a caller does wrong */
 TEST(wrong_gives_change_nothing) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a = make(&cfg), *b = make(&cfg);
     float keep;
     int n, start, last;
@@ -240,7 +240,7 @@ TEST(wrong_gives_change_nothing) {
 }
 
 TEST(allocations_that_fail) {
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     purse p;
     int n, start, fails = 0, l = 0;
@@ -277,7 +277,7 @@ TEST(allocations_that_fail) {
 
 /* >>with everything else */
 TEST(windows) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_layer_config layers[LAYERS];
     tkv_attend_params p;
     tkv_cache *a, *b;
@@ -323,7 +323,7 @@ TEST(windows) {
 }
 
 TEST(cuts_flushes_resets) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, start, mode;
     cfg.hot_tokens = 256;
@@ -361,7 +361,7 @@ TEST(cuts_flushes_resets) {
 }
 
 TEST(evicted_tokens) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     uint64_t victims[LONGEST / 64];
     tkv_cache *a, *b;
     int n, i, start, all = 0;
@@ -408,10 +408,10 @@ TEST(evicted_tokens) {
 
 /* Anchors are in the sinks' block: their own may go, and comes back with room for them. */
 TEST(anchors) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a, *b;
     tkv_tier tier;
-    int n, i, l, far = 0, away = 0;
+    int n, i, l, n_anchors = 0, away = 0;
     cfg.n_anchors = 12;
     cfg.importance_every = 1;
     cfg.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
@@ -429,10 +429,11 @@ TEST(anchors) {
     CHECK_EQ(drop(b, 0, 448), 448);
     for (i = 4; i < 452; i++) {
         const tkv_status st = tkv_tier_of(b, 0, 0, i, &tier);
-        far += st == TKV_OK && tier == TKV_HOT;
+        n_anchors += st == TKV_OK && tier == TKV_HOT;
         away += st == TKV_ERR_NO_SOURCE;
     }
-    CHECK_MSG(far > 0 && far <= 12 && far + away == 448, "%d anchors, %d away", far, away);
+    CHECK_MSG(n_anchors > 0 && n_anchors <= 12 && n_anchors + away == 448, "%d anchors, %d away", n_anchors,
+              away);
     refused(b, 0);
     give_all(b, 0);
     same(a, b, 0, 3);
@@ -442,7 +443,7 @@ TEST(anchors) {
 
 /* >>with blocks outside RAM */
 TEST(outside_and_copies) {
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     int n, start, done;
     depot d;
@@ -518,7 +519,7 @@ static tkv_remat remat_of(double step_blocks) {
 }
 
 TEST(recomputing_in_steps) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a = make(&cfg), *b = make(&cfg);
     tkv_remat r = remat_of(2);
     model m;
@@ -560,7 +561,7 @@ TEST(decisions_are_done) {
     tkv_remat_block blocks[32];
     tkv_remat_action actions[32];
     tkv_remat r = remat_of(100);
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *a, *b;
     tkv_memory_info m;
     size_t freed, want, had;
@@ -612,7 +613,7 @@ TEST(decisions_to_quantize) {
     tkv_remat_block blocks[64];
     tkv_remat_action actions[64];
     tkv_remat r = remat_of(100);
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     size_t freed, used;
     int n, i, start, tighter = 0;
@@ -641,7 +642,7 @@ TEST(decisions_to_quantize) {
 
 /* >>under a budget */
 TEST(idle_sequences_give_way) {
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     tkv_remat r = remat_of(1000);
     model m;
@@ -649,7 +650,7 @@ TEST(idle_sequences_give_way) {
     int n, seq, turn, left, start, gone = 0;
     memset(&m, 0, sizeof m);
     cfg.hot_tokens = TKV_ALL;
-    with = small();
+    with = small_config();
     with.policy.max_level = TKV_NONE; /* exact for ever */
     with.budget_bytes = 700 * 1000;
     with.remat = 1;
@@ -695,7 +696,7 @@ TEST(idle_sequences_give_way) {
 }
 
 TEST(tiers_come_first) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_budget_info info;
     tkv_cache *kv;
     purse p;
@@ -726,7 +727,7 @@ TEST(tiers_come_first) {
 }
 
 TEST(no_room_to_come_back) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     purse p;
     int n, start, had, st = TKV_OK;
@@ -751,7 +752,7 @@ TEST(no_room_to_come_back) {
 }
 
 TEST(in_place) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     size_t bytes = 0;
     int n, seq, start, pass;
     for (pass = 0; pass < 2; pass++) {

@@ -64,7 +64,7 @@ typedef struct run_of {
     size_t over; /* bytes above the least budget that there is a cache for */
 } run_of;
 
-static tkv_config small(const run_of *r) {
+static tkv_config small_config(const run_of *r) {
     tkv_config cfg = tkv_config_default();
     cfg.n_layers = LAYERS;
     cfg.n_heads = 1;
@@ -137,7 +137,7 @@ typedef struct tally {
 } tally;
 
 static void go(const run_of *r, uint64_t seed, int appends, tally *sum) {
-    tkv_config cfg = small(r);
+    tkv_config cfg = small_config(r);
     tkv_cache *kv = NULL;
     cellar c;
     char reason[200];
@@ -237,7 +237,7 @@ TEST(the_index_is_not_the_end) {
         memset(&r, 0, sizeof r);
         r.spill = 1;
         r.kind = evict ? TKV_EVICT_SLIDING : TKV_EVICT_NONE;
-        cfg = small(&r);
+        cfg = small_config(&r);
         c = cellar_of(&cfg);
         cfg.spill.store = cellar_store, cfg.spill.fetch = cellar_fetch, cfg.spill.user = &c;
         cfg.budget_bytes = 130 * 1000;
@@ -282,7 +282,7 @@ TEST(contexts_are_true) {
             r.spill = mode & 1;
             r.kind = !(mode & 2) ? TKV_EVICT_NONE : step % 2 ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
             r.remat = mode >> 2 & 1;
-            cfg = small(&r);
+            cfg = small_config(&r);
             cfg.budget_bytes = (size_t)(70 * 1000 + step * 3001);
             seqs = r.remat ? 2 : 1;
             cfg.max_seqs = seqs;
@@ -347,7 +347,7 @@ TEST(failures_cost_nothing) {
                 memset(&r, 0, sizeof r);
                 memset(&b, 0, sizeof b);
                 r.kind = kind ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
-                cfg = small(&r);
+                cfg = small_config(&r);
                 cfg.allocator = purse_of(&p);
                 cfg.budget_bytes = (size_t)(100 * 1000 + step * 2331);
                 b.c = cellar_of(&cfg);

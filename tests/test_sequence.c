@@ -186,7 +186,7 @@ static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *
 
 /* >>config */
 static void bad_config(const tkv_config *cfg, const char *field, const char *value) {
-    char reason[200], small[12];
+    char reason[200], short_buf[12];
     size_t bytes = 77, size;
     char mem[64];
     tkv_memory_info info;
@@ -196,11 +196,11 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
     CHECK_MSG(strstr(reason, value) != NULL, "\"%s\" does not name the value %s", reason, value);
     CHECK_MSG(strlen(reason) > strlen(field) + 12, "\"%s\" does not say what would be right", reason);
     CHECK_EQ(tkv_config_validate(cfg, NULL, 0), TKV_ERR_CONFIG);
-    for (size = 0; size < sizeof small; size++) { /* cut, and not a byte further */
-        memset(small, '#', sizeof small);
-        CHECK_EQ(tkv_config_validate(cfg, small, size), TKV_ERR_CONFIG);
-        CHECK(size == 0 || (strlen(small) == size - 1 && strncmp(small, reason, size - 1) == 0));
-        CHECK(small[size] == '#');
+    for (size = 0; size < sizeof short_buf; size++) { /* cut, and not a byte further */
+        memset(short_buf, '#', sizeof short_buf);
+        CHECK_EQ(tkv_config_validate(cfg, short_buf, size), TKV_ERR_CONFIG);
+        CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
+        CHECK(short_buf[size] == '#');
     }
     CHECK_EQ(tkv_create(cfg, &kv), TKV_ERR_CONFIG);
     CHECK((void *)kv == (void *)mem); /* untouched */

@@ -34,7 +34,7 @@ static float k_in[SEQS * CHUNK * ROW], v_in[SEQS * CHUNK * ROW], q_in[CHUNK * HE
 static float out_a[CHUNK * HEADS * DIM], out_b[CHUNK * HEADS * DIM];
 static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LONGEST * ROW];
 
-static tkv_config small(void) {
+static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.warm_tokens = 2 * BLOCK;
     return cfg;
@@ -107,7 +107,7 @@ TEST(attention_is_the_same) {
                                   CHUNK}; /* the last one takes the path of many, where there is one */
     int i, n, seq;
     for (i = 0; i < COUNT(pairs); i++) {
-        tkv_config cfg = small(), with;
+        tkv_config cfg = small_config(), with;
         tkv_cache *a, *b;
         depot d;
         if (i % 2 || i == 0) cfg.warm = pairs[i]; /* what is outside is recoded no more */
@@ -146,7 +146,7 @@ TEST(attention_is_the_same) {
 TEST(all_that_attention_can_be_asked) {
     static float mask[CHUNK * LONGEST], lse_a[CHUNK * HEADS], lse_b[CHUNK * HEADS], mass_a[LONGEST],
         mass_b[LONGEST];
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     tkv_attend_params p;
     float alibi[HEADS], sinks[HEADS];
     tkv_cache *a, *b;
@@ -239,14 +239,14 @@ TEST(wide_heads) {
 
 /* >>under a budget */
 TEST(more_than_the_budget) {
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     tkv_memory_info m;
     purse p;
     depot d;
     int n, i, before;
     cfg.hot_tokens = TKV_ALL;
-    with = small();
+    with = small_config();
     with.policy.max_level = TKV_NONE; /* never compressed: then exact blocks go, and the bits stay */
     with.budget_bytes = 210 * 1000;
     with.allocator = purse_of(&p);
@@ -284,7 +284,7 @@ TEST(more_than_the_budget) {
 }
 
 TEST(compressed_then_outside) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_budget_info info;
     tkv_cache *kv;
     purse p;
@@ -335,7 +335,7 @@ TEST(compressed_then_outside) {
 }
 
 TEST(dropped_when_nothing_else_helps) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     depot d;
     int n, gone, outside;
@@ -372,7 +372,7 @@ TEST(dropped_when_nothing_else_helps) {
 }
 
 TEST(steps) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     depot d;
     int n, len;
@@ -420,7 +420,7 @@ static int says(const tkv_cache *kv, const char *name, int n) { /* Prometheus' t
 }
 
 TEST(it_is_told) { /* an event for each block, and figures */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     logbook b;
     tkv_memory_info m;
@@ -457,7 +457,7 @@ TEST(it_is_told) { /* an event for each block, and figures */
 TEST(store_fails) {
     int at, refused = 0;
     for (at = 1; at < 12; at++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         tkv_cache *kv;
         depot d;
         int n, len = 0;
@@ -531,7 +531,7 @@ static void all_say(tkv_cache *kv, tkv_status expected) {
 }
 
 TEST(fetch_fails) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     depot d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     int at, all;
@@ -556,7 +556,7 @@ TEST(fetch_fails) {
 }
 
 TEST(bytes_are_checked) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     depot d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     const uint32_t id = tkvi_ids(kv, 0, 0)[2], other = tkvi_ids(kv, 0, 0)[3];
@@ -602,7 +602,7 @@ TEST(bytes_are_checked) {
 }
 
 TEST(stale_records) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     depot d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     int n;
@@ -626,7 +626,7 @@ static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
 }
 
 TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     depot d;
     tkv_cache *kv;
     int n;
@@ -648,7 +648,7 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
 
 /* >>keys die once */
 TEST(keys_are_dropped) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     depot d;
     int n, most = 0;
@@ -670,7 +670,7 @@ TEST(keys_are_dropped) {
     tkv_destroy(kv);
     depot_end(&d);
     /* exact blocks that are cut away */
-    cfg = small();
+    cfg = small_config();
     cfg.hot_tokens = TKV_ALL;
     depot_for(&d, &cfg);
     kv = make(&cfg);
@@ -693,7 +693,7 @@ TEST(keys_are_dropped) {
 
 /* >>and back */
 TEST(promotion_restores) {
-    tkv_config exact = small(), cfg = small();
+    tkv_config exact = small_config(), cfg = small_config();
     tkv_cache *a, *b;
     tkv_tier tier;
     depot d;
@@ -734,7 +734,7 @@ TEST(promotion_restores) {
     tkv_destroy(b);
     depot_end(&d);
     /* without a copy it comes back as it went, and no further */
-    cfg = small();
+    cfg = small_config();
     depot_for(&d, &cfg);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(b, NULL, 0, CHUNK), TKV_OK);
@@ -757,7 +757,7 @@ TEST(promotion_restores) {
 }
 
 TEST(promotion_under_a_budget) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv;
     purse p;
     depot d;
@@ -792,7 +792,7 @@ TEST(promotion_under_a_budget) {
 }
 
 TEST(importance_says_what_to_promote) { /* the example of api.h */
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_importance_promotion p;
     tkv_tier tier;
     float score[64];
@@ -833,7 +833,7 @@ TEST(importance_says_what_to_promote) { /* the example of api.h */
 TEST(every_allocation_fails_once) {
     int nth, failed = 0;
     for (nth = 1; nth < 60; nth++) {
-        tkv_config cfg = small();
+        tkv_config cfg = small_config();
         tkv_cache *kv = NULL;
         tkv_status st;
         purse p;
@@ -874,7 +874,7 @@ TEST(every_allocation_fails_once) {
 }
 
 TEST(in_place) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     tkv_cache *kv = NULL, *a;
     size_t bytes = 0;
     uint8_t *raw;
@@ -891,7 +891,7 @@ TEST(in_place) {
     memset(raw, 0xa5, bytes + 128);
     CHECK_EQ(tkv_init_in_place(&cfg, raw + 64, bytes, &kv), TKV_OK);
     if (!kv) return;
-    cfg = small();
+    cfg = small_config();
     cfg.hot_tokens = TKV_ALL;
     a = make(&cfg);
     for (n = 0; n + 25 <= LONGEST; n += 25) {
@@ -920,7 +920,7 @@ static void limit_files(rlim_t bytes) { /* as a full disk: what is beyond is cut
 }
 
 TEST(a_file) {
-    tkv_config cfg = small(), with;
+    tkv_config cfg = small_config(), with;
     spill_file file;
     tkv_cache *a, *b;
     size_t bytes;
@@ -968,7 +968,7 @@ TEST(a_file) { SKIP("no POSIX files"); }
 
 /* >>what cannot be */
 TEST(config_says_what_is_wrong) {
-    tkv_config cfg = small();
+    tkv_config cfg = small_config();
     char reason[200];
     size_t bytes = 0;
     depot d;
@@ -991,7 +991,7 @@ TEST(config_says_what_is_wrong) {
     CHECK_EQ(tkv_spill_bytes(&cfg, &bytes), TKV_OK);
     CHECK_EQ(bytes, (size_t)KV_HEADS * (BLOCK * 128 * (4 + 2) + 16));
     CHECK_EQ(tkv_spill_bytes(&cfg, NULL), TKV_ERR_ARG);
-    cfg = small();
+    cfg = small_config();
     cfg.spill.keep_exact = 1; /* a text can say so; without a store nothing is kept */
     kv = make(&cfg);
     for (i = 0; i < 4; i++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);

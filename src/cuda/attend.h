@@ -730,11 +730,11 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, const uint32_t b[2][NT][2],
                                 const float unit[NT], int g, int t) {
     uint32_t turned[2][NT][2];
-    float small[NT];
+    float pair_unit[NT];
     int i, k, nt, h, m;
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) {
-        small[nt] = unit[nt] * TKVCU_PAIR_UNIT;
+        pair_unit[nt] = unit[nt] * TKVCU_PAIR_UNIT;
         TKVCU_UNROLL
         for (m = 0; m < 2; m++) tkvcu_pair_weights(b[m][nt], turned[m][nt]);
     }
@@ -760,7 +760,7 @@ TKVCU_DEVICE void tkvcu_v_pairs(tkvcu_sums<D, NT, VG> &u, const tkvcu_v_at &at, 
                 TKVCU_UNROLL
                 for (nt = 0; nt < NT; nt++) tkvcu_mma_su(sum[nt], a, turned[m][nt]);
             }
-            tkvcu_v_add(u, 2 * k + h, sum, small);
+            tkvcu_v_add(u, 2 * k + h, sum, pair_unit);
         }
     }
 }

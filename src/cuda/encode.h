@@ -279,7 +279,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
     const float mean = s->mean ? s->mean[position] : 0.0f;
     float *x = d->x + part * tkvcu_desk<Dim>::STRIDE + tkvi_channel(s, position);
     float y[TKVCU_PART], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
-    int u[TKVCU_PART], i, k, best = 0, far;
+    int u[TKVCU_PART], i, k, best = 0, beyond;
     uint8_t log, by;
     tkvi_column c;
     c.n = TKVI_BLOCK;
@@ -330,14 +330,14 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
     for (i = 0; i < TKVCU_PART; i++)
         *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
             u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
-    far = tkvi_a_settle(&c, s->top, &log, &by, &middle);
-    if (__any_sync(0xffffffffu, far)) {
+    beyond = tkvi_a_settle(&c, s->top, &log, &by, &middle);
+    if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
         TKVCU_UNROLL
         for (i = 0; i < TKVCU_PART; i++)
             x[i * NEXT] = (float)u[i]; /* a loop that is rolled finds no registers */
-        if (far) {
+        if (beyond) {
             log = (uint8_t)tkvi_a_far(&c, log, s->top, &offset);
             scale = tkvi_log_value(log, s->top);
             TKVCU_ROLL
@@ -348,7 +348,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
             }
         }
         sum = tkvcu_total<TKVCU_LINE>(sum);
-        if (far) by = tkvi_a_far_offset(&c, scale, sum);
+        if (beyond) by = tkvi_a_far_offset(&c, scale, sum);
     }
     if (part == 0) tkvi_a_put(c.width, log, by, middle, &d->meta[position], &d->meta[Dim + position]);
 }
