@@ -272,6 +272,9 @@ extern "C" {
 #define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
 #define TKV_NONE (-1)        /* in a length: this tier is off */
 #define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
+/* 0 in a float field whose 0 is the default, where the field's comment names it. No other use: it is a tiny negative
+ * number, and is told by its bits. A text says `zero`. */
+#define TKV_ZERO (-1e-30f)
 
 /* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing, but for
  * one case under a budget with cfg.evict or cfg.spill: when an allocator or a store fails after tokens went or were
@@ -434,11 +437,13 @@ typedef struct tkv_level {
 
 /* When to go to another level, see tkv_policy_init and tkv_budget. */
 typedef struct tkv_policy_config {
-    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
-    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
-    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level; /* where it begins and never goes below, however much memory is free: see tkv_budget */
-    int max_level; /* 0: the last one; TKV_NONE: level 0 for ever */
+    /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95. TKV_ZERO: at any pressure */
+    float threshold[TKV_MAX_LEVELS - 1];
+    float
+        hysteresis; /* relaxes below a threshold less this; 0: .05; TKV_ZERO: as soon as below the threshold */
+    float alpha;    /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;  /* where it begins and never goes below, however much memory is free: see tkv_budget */
+    int max_level;  /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
 /* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
@@ -458,8 +463,8 @@ typedef enum tkv_importance_heads {
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
-    float attention; /* weight of A, 0 to 1e6 */
-    float recency;   /* weight of the age, 0 to 1e6 */
+    float attention; /* weight of A, to 1e6; TKV_ZERO: A does not count */
+    float recency;   /* weight of the age, to 1e6; TKV_ZERO: age does not count */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
     /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
@@ -1245,7 +1250,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
  * spilled copy or recomputation: decoding coded bytes restores nothing. */
 #define TKV_IMPORTANCE_PER_STEP 64
 typedef struct tkv_importance_promotion_config { /* zero means default */
-    float threshold;                             /* least importance; 0: .05 */
+    float threshold;                             /* least importance; 0: .05; TKV_ZERO: any */
     int per_step;                                /* at most 64; 0: 8 */
     int cooldown;                                /* steps from a move to the next; 0: 4; TKV_NONE: none */
 } tkv_importance_promotion_config;
@@ -1404,7 +1409,7 @@ typedef struct tkv_remat_config {
     int n_layers, n_heads, head_dim;
     double layer_params; /* weights of a layer that a token is multiplied with */
     /* the rule; zero means default */
-    float threshold;       /* pressure from which on anything is done; 0: .9 */
+    float threshold;       /* pressure from which on anything is done; 0: .9; TKV_ZERO: always */
     int min_materialized;  /* tokens that stay; 0: 512; TKV_NONE: none */
     int sink_tokens;       /* never dropped; 0: 4; TKV_NONE: none */
     float age_tokens;      /* at this age a token is half as likely to be asked for; 0: 4096 */
@@ -1753,6 +1758,14 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
     int i;
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
+
+/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO when
+ * its config is filled, so that a filled config can be filled again. */
+static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
+
+static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
+
+static float tkvi_number(float x) { return tkvi_is_named_zero(x) ? 0.0f : x; }
 
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
 TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
@@ -11832,13 +11845,16 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
-        if (i < n ? !tkvi_within(cfg->threshold[i], 1e-6f, 1.0f) : tkvi_bits(cfg->threshold[i]) != 0)
-            return "thresholds must be above 0 and at most 1, without gaps";
+        if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
+                  : tkvi_bits(cfg->threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
         if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
     }
     if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
-    if (!tkvi_within(cfg->hysteresis, 0.0f, 1.0f) || cfg->hysteresis >= cfg->threshold[0])
-        return "hysteresis must be at least 0 and below the first threshold";
+    for (i = 0; i < n - 1 && tkvi_is_named_zero(cfg->threshold[i]); i++) continue; /* the first above 0 */
+    if (!tkvi_within(tkvi_number(cfg->hysteresis), 0.0f, 1.0f) ||
+        (!tkvi_is_named_zero(cfg->threshold[i]) && cfg->hysteresis >= cfg->threshold[i]))
+        return "hysteresis must be TKV_ZERO or above 0, and below the first threshold";
     if (cfg->max_level == 0) cfg->max_level = n;
     if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
     if (cfg->max_level < 0 || cfg->max_level > n)
@@ -11847,10 +11863,18 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     return NULL;
 }
 
+/* The pressure at which level i + 1 begins. */
+static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
+
+/* The pressure below which a cache at level i + 1 relaxes. */
+static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
+    return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
+}
+
 static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
-    while (level < n && average >= cfg->threshold[level]) level++;
-    if (level == had && level > 0 && average < cfg->threshold[level - 1] - cfg->hysteresis) level--;
+    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
 
@@ -12044,9 +12068,6 @@ TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
     return s ? s->name : NULL;
 }
 
-/* x, or `other` where x is 0; by bits, whatever the flags. */
-static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
-
 /* The config with its defaults, or NULL. */
 static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
                                                  tkv_importance_config *cfg) {
@@ -12059,9 +12080,9 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);
     cfg->tau = tkvi_or(cfg->tau, 64.0f);
-    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(cfg->attention, 0.0f, 1e6f) &&
-                   tkvi_within(cfg->recency, 0.0f, 1e6f) && tkvi_within(cfg->tau, 1.0f, 1073741824.0f) &&
-                   tkvi_within(cfg->low, 0.0f, 1e30f)
+    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(tkvi_number(cfg->attention), 0.0f, 1e6f) &&
+                   tkvi_within(tkvi_number(cfg->recency), 0.0f, 1e6f) &&
+                   tkvi_within(cfg->tau, 1.0f, 1073741824.0f) && tkvi_within(cfg->low, 0.0f, 1e30f)
                ? s
                : NULL;
 }
@@ -12109,6 +12130,8 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     int i;
     if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
     if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    full.attention = tkvi_number(full.attention);
+    full.recency = tkvi_number(full.recency);
     for (i = 0; i < n; i++) {
         const int at = position ? position[i] : i;
         if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
@@ -12224,7 +12247,7 @@ typedef struct tkvi_promoting {
 static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
-    b->threshold = tkvi_or(p->cfg.threshold, .05f);
+    b->threshold = tkvi_number(tkvi_or(p->cfg.threshold, .05f));
     b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
     b->now = now;
     b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
@@ -13130,7 +13153,8 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
     cfg->threshold = tkvi_or(cfg->threshold, .9f);
-    if (!tkvi_within(cfg->threshold, 1e-6f, 1.0f)) return "threshold must be above 0 and at most 1";
+    if (!tkvi_within(tkvi_number(cfg->threshold), 0.0f, 1.0f))
+        return "threshold must be above 0 and at most 1, or TKV_ZERO";
     cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
     if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
@@ -13235,7 +13259,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
         run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
-    if (pressure >= r->cfg.threshold) {
+    if (pressure >= tkvi_number(r->cfg.threshold)) {
         tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
         for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
             const size_t saved = tkvi_remat_saved(blocks + i);
@@ -13612,7 +13636,8 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
     n = tkvi_policy_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
-        if (tkvi_bits(p.threshold[i]) != 0) return "thresholds must be above 0 and at most 1, without gaps";
+        if (tkvi_bits(p.threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: nothing to decide */
@@ -19192,8 +19217,8 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = kv->policy.cfg.threshold[level - 1] < 1.0f
-               ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
+    soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
                : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
@@ -19224,8 +19249,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
     looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
     bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
-    if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
-        bytes + 3.0 * (double)kv->lump < budget)
+    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) && bytes + 3.0 * (double)kv->lump < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
@@ -19273,8 +19297,8 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
-        const size_t won =
-            tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) || (level > 0 && outside > p->threshold[level - 1]));
+        const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
+                                                    (level > 0 && outside > tkvi_threshold(p, level - 1)));
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =
@@ -24171,11 +24195,28 @@ static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_count(o, bytes);
 }
 
+/* A number, or zero: TKV_ZERO. In a list of JSON the name has quotes. */
+static int tkvi_read_number(tkvi_span s, float *x) {
+    if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
+    *x = TKV_ZERO;
+    return 1;
+}
+
+static void tkvi_write_number(float x, tkvi_out *o) {
+    if (!tkvi_is_named_zero(x)) {
+        tkvi_print_float(o, x);
+        return;
+    }
+    tkvi_print_quote(o);
+    tkvi_print(o, "zero");
+    tkvi_print_quote(o);
+}
+
 static int tkvi_read_float(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     float x;
     (void)r;
     (void)row;
-    if (!tkvi_float_read(s.at, s.n, &x)) return 0;
+    if (!tkvi_read_number(s, &x)) return 0;
     if (at) memcpy(at, &x, sizeof x);
     return 1;
 }
@@ -24184,7 +24225,7 @@ static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
     float x;
     (void)row;
     memcpy(&x, at, sizeof x);
-    tkvi_print_float(o, x);
+    tkvi_write_number(x, o);
 }
 
 /* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
@@ -24193,7 +24234,7 @@ static int tkvi_read_list(tkvi_span s, int most, float *at) {
     for (n = 0; n < most; n++) {
         float x;
         tkvi_span one = tkvi_front(&s, ',');
-        if (!tkvi_float_read(one.at, one.n, &x)) return 0;
+        if (!tkvi_read_number(one, &x)) return 0;
         if (at) at[n] = x;
         if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
     }
@@ -24205,7 +24246,7 @@ static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
     if (o->json) tkvi_print(o, "[");
     for (i = 0; i < n; i++) {
         if (i) tkvi_print(o, ", ");
-        tkvi_print_float(o, x[i]);
+        tkvi_write_number(x[i], o);
     }
     if (o->json) tkvi_print(o, "]");
 }

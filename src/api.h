@@ -177,6 +177,9 @@ extern "C" {
 #define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
 #define TKV_NONE (-1)        /* in a length: this tier is off */
 #define TKV_ALL (-2)         /* in a length: this tier takes everything, the later ones stay empty */
+/* 0 in a float field whose 0 is the default, where the field's comment names it. No other use: it is a tiny negative
+ * number, and is told by its bits. A text says `zero`. */
+#define TKV_ZERO (-1e-30f)
 
 /* >>status: every function that can fail returns one. Negative is an error, and an error changes nothing, but for
  * one case under a budget with cfg.evict or cfg.spill: when an allocator or a store fails after tokens went or were
@@ -339,11 +342,13 @@ typedef struct tkv_level {
 
 /* When to go to another level, see tkv_policy_init and tkv_budget. */
 typedef struct tkv_policy_config {
-    float threshold[TKV_MAX_LEVELS - 1]; /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95 */
-    float hysteresis;                    /* relaxes below a threshold less this; 0: .05 */
-    float alpha;                         /* of the moving average, the first sample seeds it; 0: .20 */
-    int min_level; /* where it begins and never goes below, however much memory is free: see tkv_budget */
-    int max_level; /* 0: the last one; TKV_NONE: level 0 for ever */
+    /* level i + 1 from threshold[i] on; rising, to 1. All 0: .80, .95. TKV_ZERO: at any pressure */
+    float threshold[TKV_MAX_LEVELS - 1];
+    float
+        hysteresis; /* relaxes below a threshold less this; 0: .05; TKV_ZERO: as soon as below the threshold */
+    float alpha;    /* of the moving average, the first sample seeds it; 0: .20 */
+    int min_level;  /* where it begins and never goes below, however much memory is free: see tkv_budget */
+    int max_level;  /* 0: the last one; TKV_NONE: level 0 for ever */
 } tkv_policy_config;
 
 /* >>keeping: how tokens are weighed, and which policy drops them; see tkv_importance_add, tkv_evict. */
@@ -363,8 +368,8 @@ typedef enum tkv_importance_heads {
 typedef struct tkv_importance_config { /* zero means the strategy's own */
     tkv_importance_strategy strategy;
     float decay;     /* per step, above 0 and at most 1 */
-    float attention; /* weight of A, 0 to 1e6 */
-    float recency;   /* weight of the age, 0 to 1e6 */
+    float attention; /* weight of A, to 1e6; TKV_ZERO: A does not count */
+    float recency;   /* weight of the age, to 1e6; TKV_ZERO: age does not count */
     float tau;       /* steps, 1 to 2^30; 0: 64 */
     float low;       /* what "persistence" counts as little; 0: an even share, 1 / n */
     /* of what a cache gathers: how the query heads of a KV head count, see tkv_importance_of */
@@ -1150,7 +1155,7 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
  * spilled copy or recomputation: decoding coded bytes restores nothing. */
 #define TKV_IMPORTANCE_PER_STEP 64
 typedef struct tkv_importance_promotion_config { /* zero means default */
-    float threshold;                             /* least importance; 0: .05 */
+    float threshold;                             /* least importance; 0: .05; TKV_ZERO: any */
     int per_step;                                /* at most 64; 0: 8 */
     int cooldown;                                /* steps from a move to the next; 0: 4; TKV_NONE: none */
 } tkv_importance_promotion_config;
@@ -1309,7 +1314,7 @@ typedef struct tkv_remat_config {
     int n_layers, n_heads, head_dim;
     double layer_params; /* weights of a layer that a token is multiplied with */
     /* the rule; zero means default */
-    float threshold;       /* pressure from which on anything is done; 0: .9 */
+    float threshold;       /* pressure from which on anything is done; 0: .9; TKV_ZERO: always */
     int min_materialized;  /* tokens that stay; 0: 512; TKV_NONE: none */
     int sink_tokens;       /* never dropped; 0: 4; TKV_NONE: none */
     float age_tokens;      /* at this age a token is half as likely to be asked for; 0: 4096 */

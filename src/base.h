@@ -91,6 +91,14 @@ static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const floa
     for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
 }
 
+/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO when
+ * its config is filled, so that a filled config can be filled again. */
+static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
+
+static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
+
+static float tkvi_number(float x) { return tkvi_is_named_zero(x) ? 0.0f : x; }
+
 /* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
 TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
 

@@ -741,8 +741,8 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = kv->policy.cfg.threshold[level - 1] < 1.0f
-               ? (size_t)((double)budget * (double)kv->policy.cfg.threshold[level - 1])
+    soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
                : budget;
     return budget > lump && budget - lump < soft ? budget - lump : soft;
 }
@@ -773,8 +773,7 @@ static int tkvi_may_relax(tkv_cache *kv) {
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
     looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
     bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
-    if (bytes < budget * (double)(p->threshold[level - 1] - p->hysteresis) &&
-        bytes + 3.0 * (double)kv->lump < budget)
+    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) && bytes + 3.0 * (double)kv->lump < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
@@ -822,8 +821,8 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
     while (kv->debt > 0) {
-        const size_t won =
-            tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) || (level > 0 && outside > p->threshold[level - 1]));
+        const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
+                                                    (level > 0 && outside > tkvi_threshold(p, level - 1)));
         kv->debt -= (int64_t)won;
         if (won) continue;
         kv->debt =

@@ -46,9 +46,6 @@ TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
     return s ? s->name : NULL;
 }
 
-/* x, or `other` where x is 0; by bits, whatever the flags. */
-static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
-
 /* The config with its defaults, or NULL. */
 static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
                                                  tkv_importance_config *cfg) {
@@ -61,9 +58,9 @@ static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *fr
     cfg->attention = tkvi_or(cfg->attention, s->attention);
     cfg->recency = tkvi_or(cfg->recency, s->recency);
     cfg->tau = tkvi_or(cfg->tau, 64.0f);
-    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(cfg->attention, 0.0f, 1e6f) &&
-                   tkvi_within(cfg->recency, 0.0f, 1e6f) && tkvi_within(cfg->tau, 1.0f, 1073741824.0f) &&
-                   tkvi_within(cfg->low, 0.0f, 1e30f)
+    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(tkvi_number(cfg->attention), 0.0f, 1e6f) &&
+                   tkvi_within(tkvi_number(cfg->recency), 0.0f, 1e6f) &&
+                   tkvi_within(cfg->tau, 1.0f, 1073741824.0f) && tkvi_within(cfg->low, 0.0f, 1e30f)
                ? s
                : NULL;
 }
@@ -111,6 +108,8 @@ TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const t
     int i;
     if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
     if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    full.attention = tkvi_number(full.attention);
+    full.recency = tkvi_number(full.recency);
     for (i = 0; i < n; i++) {
         const int at = position ? position[i] : i;
         if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
@@ -226,7 +225,7 @@ typedef struct tkvi_promoting {
 static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
     const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
     memset(b, 0, sizeof *b);
-    b->threshold = tkvi_or(p->cfg.threshold, .05f);
+    b->threshold = tkvi_number(tkvi_or(p->cfg.threshold, .05f));
     b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
     b->now = now;
     b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));

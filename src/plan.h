@@ -327,7 +327,8 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
     n = tkvi_policy_levels(&p);
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
-        if (tkvi_bits(p.threshold[i]) != 0) return "thresholds must be above 0 and at most 1, without gaps";
+        if (tkvi_bits(p.threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: nothing to decide */

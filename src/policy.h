@@ -58,13 +58,16 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
     n = tkvi_policy_levels(cfg);
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
-        if (i < n ? !tkvi_within(cfg->threshold[i], 1e-6f, 1.0f) : tkvi_bits(cfg->threshold[i]) != 0)
-            return "thresholds must be above 0 and at most 1, without gaps";
+        if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
+                  : tkvi_bits(cfg->threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
         if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
     }
     if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
-    if (!tkvi_within(cfg->hysteresis, 0.0f, 1.0f) || cfg->hysteresis >= cfg->threshold[0])
-        return "hysteresis must be at least 0 and below the first threshold";
+    for (i = 0; i < n - 1 && tkvi_is_named_zero(cfg->threshold[i]); i++) continue; /* the first above 0 */
+    if (!tkvi_within(tkvi_number(cfg->hysteresis), 0.0f, 1.0f) ||
+        (!tkvi_is_named_zero(cfg->threshold[i]) && cfg->hysteresis >= cfg->threshold[i]))
+        return "hysteresis must be TKV_ZERO or above 0, and below the first threshold";
     if (cfg->max_level == 0) cfg->max_level = n;
     if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
     if (cfg->max_level < 0 || cfg->max_level > n)
@@ -73,10 +76,18 @@ static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_co
     return NULL;
 }
 
+/* The pressure at which level i + 1 begins. */
+static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
+
+/* The pressure below which a cache at level i + 1 relaxes. */
+static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
+    return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
+}
+
 static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
     int n = tkvi_policy_levels(cfg), had = level;
-    while (level < n && average >= cfg->threshold[level]) level++;
-    if (level == had && level > 0 && average < cfg->threshold[level - 1] - cfg->hysteresis) level--;
+    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
 

@@ -24,7 +24,8 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
     cfg->threshold = tkvi_or(cfg->threshold, .9f);
-    if (!tkvi_within(cfg->threshold, 1e-6f, 1.0f)) return "threshold must be above 0 and at most 1";
+    if (!tkvi_within(tkvi_number(cfg->threshold), 0.0f, 1.0f))
+        return "threshold must be above 0 and at most 1, or TKV_ZERO";
     cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
     if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
@@ -129,7 +130,7 @@ TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks,
         run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
-    if (pressure >= r->cfg.threshold) {
+    if (pressure >= tkvi_number(r->cfg.threshold)) {
         tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
         for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
             const size_t saved = tkvi_remat_saved(blocks + i);

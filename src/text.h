@@ -300,11 +300,28 @@ static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_count(o, bytes);
 }
 
+/* A number, or zero: TKV_ZERO. In a list of JSON the name has quotes. */
+static int tkvi_read_number(tkvi_span s, float *x) {
+    if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
+    *x = TKV_ZERO;
+    return 1;
+}
+
+static void tkvi_write_number(float x, tkvi_out *o) {
+    if (!tkvi_is_named_zero(x)) {
+        tkvi_print_float(o, x);
+        return;
+    }
+    tkvi_print_quote(o);
+    tkvi_print(o, "zero");
+    tkvi_print_quote(o);
+}
+
 static int tkvi_read_float(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
     float x;
     (void)r;
     (void)row;
-    if (!tkvi_float_read(s.at, s.n, &x)) return 0;
+    if (!tkvi_read_number(s, &x)) return 0;
     if (at) memcpy(at, &x, sizeof x);
     return 1;
 }
@@ -313,7 +330,7 @@ static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
     float x;
     (void)row;
     memcpy(&x, at, sizeof x);
-    tkvi_print_float(o, x);
+    tkvi_write_number(x, o);
 }
 
 /* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
@@ -322,7 +339,7 @@ static int tkvi_read_list(tkvi_span s, int most, float *at) {
     for (n = 0; n < most; n++) {
         float x;
         tkvi_span one = tkvi_front(&s, ',');
-        if (!tkvi_float_read(one.at, one.n, &x)) return 0;
+        if (!tkvi_read_number(one, &x)) return 0;
         if (at) at[n] = x;
         if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
     }
@@ -334,7 +351,7 @@ static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
     if (o->json) tkvi_print(o, "[");
     for (i = 0; i < n; i++) {
         if (i) tkvi_print(o, ", ");
-        tkvi_print_float(o, x[i]);
+        tkvi_write_number(x[i], o);
     }
     if (o->json) tkvi_print(o, "]");
 }

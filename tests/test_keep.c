@@ -256,6 +256,39 @@ TEST(top) {
     CHECK_EQ(out[0], 77);
 }
 
+/* TKV_ZERO: weights of nothing, a threshold of nothing. */
+TEST(named_zero) {
+    tkv_importance_config cfg = strategy(TKV_IMPORTANCE_HYBRID);
+    tkv_importance t[2];
+    tkv_importance_promotion p;
+    float mass[2] = {.5f, 0.0f}, out[2];
+    const float score[2] = {0.0f, .06f};
+    const uint64_t source = 3;
+    int moved[2] = {TKV_NONE, TKV_NONE}, which[TKV_IMPORTANCE_PER_STEP], count;
+    memset(t, 0, sizeof t);
+    CHECK_EQ(tkv_importance_add(&cfg, t, mass, 2, 1), TKV_OK);
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .7 * .5 + .3 * exp(-1.0 / 64), 1e-6);
+    CHECK_NEAR(out[1], .3, 1e-6);
+    cfg.attention = TKV_ZERO;
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .3 * exp(-1.0 / 64), 1e-6);
+    cfg.attention = 0.0f;
+    cfg.recency = TKV_ZERO;
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_OK);
+    CHECK_NEAR(out[0], .7 * .5, 1e-6);
+    CHECK(out[1] >= 0.0f && out[1] <= 0.0f);
+    cfg.tau = TKV_ZERO; /* has no zero */
+    CHECK_EQ(tkv_importance_read(&cfg, t, NULL, 2, 1, out), TKV_ERR_CONFIG);
+    memset(&p, 0, sizeof p);
+    CHECK_EQ(tkv_importance_promote(&p, score, &source, moved, 2, 1, which, &count), TKV_OK);
+    CHECK_EQ(count, 1);
+    moved[0] = moved[1] = TKV_NONE;
+    p.cfg.threshold = TKV_ZERO;
+    CHECK_EQ(tkv_importance_promote(&p, score, &source, moved, 2, 2, which, &count), TKV_OK);
+    CHECK_EQ(count, 2);
+}
+
 /* >>promotion */
 TEST(promotion) {
     tkv_importance_promotion p;
@@ -1381,6 +1414,7 @@ int main(int argc, char **argv) {
     RUN(bounds);
     RUN(importance_refuses);
     RUN(top);
+    RUN(named_zero);
     RUN(promotion);
     RUN(promotion_budget);
     RUN(h2o);

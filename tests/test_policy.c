@@ -212,6 +212,48 @@ TEST(forecast) {
     CHECK_NEAR(info_of(&p).last, .1, 1e-6);
 }
 
+/* TKV_ZERO is 0 where 0 is the default. */
+TEST(named_zero) {
+    tkv_policy_config cfg, again;
+    tkv_policy p, q;
+    const char *reason;
+    int i;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.alpha = 1.0f;
+    for (i = 0; i < 2; i++) { /* without and with */
+        cfg.hysteresis = i ? TKV_ZERO : 0.0f;
+        CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
+        CHECK_EQ(tkv_policy_observe(&p, .81f), 1);
+        CHECK_EQ(tkv_policy_observe(&p, .79f), i ? 0 : 1); /* the default keeps it down to .75 */
+        CHECK_EQ(tkv_policy_observe(&p, .80f), 1);
+        CHECK_EQ(tkv_policy_observe(&p, .74f), 0);
+        CHECK_EQ(tkv_policy_target(&cfg, .79f, 1), i ? 0 : 1);
+        again = p.cfg; /* a filled config fills to itself */
+        CHECK_EQ(tkv_policy_init(&q, &again, &reason), TKV_OK);
+        CHECK_MEM(&q.cfg, &p.cfg, sizeof p.cfg);
+    }
+    cfg.hysteresis = 0.0f;
+    cfg.threshold[0] = TKV_ZERO;
+    cfg.threshold[1] = .5f;
+    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
+    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1); /* at any pressure */
+    CHECK_EQ(tkv_policy_observe(&p, .6f), 2);
+    CHECK_EQ(tkv_policy_observe(&p, .46f), 2);
+    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1);
+    CHECK_EQ(tkv_policy_observe(&p, 0.0f), 1);
+    cfg.hysteresis = .5f; /* not below the first threshold that is above 0 */
+    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "TKV_ZERO") != NULL);
+    cfg.hysteresis = .49f;
+    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_OK);
+    cfg.threshold[1] = 0.0f;
+    cfg.threshold[2] = .5f; /* a gap */
+    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+    memset(&cfg, 0, sizeof cfg);
+    cfg.alpha = TKV_ZERO; /* has no zero */
+    CHECK_EQ(tkv_policy_init(&p, &cfg, &reason), TKV_ERR_CONFIG);
+}
+
 TEST(bad_configs) {
     static const struct {
         float threshold[3], hysteresis, alpha;
@@ -306,6 +348,7 @@ int main(int argc, char **argv) {
     RUN(rule);
     RUN(long_ladders);
     RUN(forecast);
+    RUN(named_zero);
     RUN(bad_configs);
     RUN(threads);
     return tkv_test_end();

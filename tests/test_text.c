@@ -718,6 +718,14 @@ TEST(policies) {
     CHECK_EQ(parse_policy(&cfg, "{\"threshold\": [0.5, 0.75], \"max_level\": \"none\"}", reason), TKV_OK);
     CHECK_NEAR(cfg.threshold[1], .75f, 0);
     CHECK_EQ(cfg.max_level, TKV_NONE);
+    CHECK_EQ(parse_policy(&back, "hysteresis = zero\nthreshold = zero, .5", reason), TKV_OK);
+    CHECK(back.hysteresis < 0.0f && back.threshold[0] < 0.0f); /* TKV_ZERO */
+    CHECK_EQ(parse_policy(&back, "{\"hysteresis\": \"zero\", \"threshold\": [\"zero\", 0.5]}", reason),
+             TKV_OK);
+    CHECK_NEAR(back.threshold[1], .5, 0);
+    CHECK_EQ(tkv_policy_print(&back, 0, text, sizeof text, NULL), TKV_OK);
+    CHECK(strstr(text, "hysteresis = zero") && strstr(text, "threshold = zero, 0.5"));
+    CHECK_EQ(parse_policy(&back, "hysteresis = zeros", reason), TKV_ERR_CONFIG);
     same = cfg;
     CHECK_EQ(parse_policy(&cfg, "profile = best", reason), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line 1: profile is best; it must be the name of a profile (tkv_policy_profile)");
@@ -730,7 +738,8 @@ TEST(policies) {
     for (i = 0; i < 100; i++) {
         memset(&cfg, 0, sizeof cfg);
         for (k = 0; k < tkv_rng_below(&r, TKV_MAX_LEVELS); k++) cfg.threshold[k] = random_float(&r, .01, 1);
-        cfg.hysteresis = random_float(&r, 0, .1);
+        if (i % 4 == 0) cfg.threshold[0] = TKV_ZERO;
+        cfg.hysteresis = i % 3 ? random_float(&r, 0, .1) : TKV_ZERO;
         cfg.alpha = random_float(&r, 0, 1);
         cfg.min_level = tkv_rng_below(&r, 3);
         cfg.max_level = tkv_rng_below(&r, 4) - 1;
