@@ -364,7 +364,7 @@ typedef enum tkv_fit {
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
 /* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (format_kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; also where there is no cfg.rope */
+    TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; required where there is no cfg.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
     TKV_KVQUANT_NORM = 4, /* decoded values have the variance of the values (Q-Norm): for 3 bits and less */
     TKV_KVQUANT_DENSE = 8 /* no slots for outliers */
@@ -615,8 +615,10 @@ TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for peopl
  * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
  * 1.81, and the designs that this one is compared with, "kivi" and "squat" 2.5, "kvquant-3" 3.5 (give it
  * cfg.rope), "by-context": of these three the first below 2,048 max_tokens (set before), the second below
- * 8,192, else the third. bench/QUALITY.md has what they do to a model. TKV_ERR_ARG: there is no such name,
- * nothing changed. tkv_preset_name(0), (1), ... are the names, then NULL. */
+ * 8,192, else the third. bench/QUALITY.md has what they do to a model. Plans with KVQUANT keys ("kvquant-3",
+ * "by-context", "adr", "extreme_context") need cfg.rope, or TKV_KVQUANT_POST_ROPE in cfg.kvquant: tkv_config_validate
+ * refuses them without. TKV_ERR_ARG: there is no such name, nothing changed. tkv_preset_name(0), (1), ... are the
+ * names, then NULL. */
 TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name);
 TKV_API const char *tkv_preset_name(int i);
 
@@ -1579,7 +1581,8 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
 TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
 /* More plans for tkv_config_preset, of other designs, by their names. Hot and warm tokens and bits are theirs, keys
  * coded as KIVI's and SQuat's papers have them; all other fields of theirs are not ours to set or not mapped:
- *   adr               64 + 448, KIVI4, then as "by-context" (RuvLLM's ADR-004; its quality target: not mapped)
+ *   adr               64 + 448, KIVI4, then as "by-context", cfg.rope included (RuvLLM's ADR-004; its quality target:
+ *                     not mapped)
  *   small             32 + 224, KIVI4, KIVI2
  *   long_context      64 + 960, KIVI4, KIVI2
  *   large_context     128 + 896, KIVI4, SQUAT2 and KIVI2 (its four subspaces and rematerialization: not mapped)
@@ -13390,9 +13393,10 @@ typedef struct tkvi_shape {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int n_stored; /* layers with blocks of their own */
-    int n_levels; /* of the ladder */
-    int spare;    /* pages that recoding needs under a budget; 0: there is none */
+    int any_kvquant_keys; /* KVQUANT formats hold keys */
+    int n_stored;         /* layers with blocks of their own */
+    int n_levels;         /* of the ladder */
+    int spare;            /* pages that recoding needs under a budget; 0: there is none */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
@@ -13788,6 +13792,7 @@ static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
         r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
         p->squat |= tkvi_is_squat(pair[tier].k);
     }
@@ -14045,6 +14050,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
+        return tkvi_bad(reason, size, "rope.dim", 0,
+                        "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
+                        "TKV_KVQUANT_POST_ROPE for keys as they come");
     if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {

@@ -81,9 +81,10 @@ typedef struct tkvi_shape {
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_squat, any_kvquant;
-    int n_stored; /* layers with blocks of their own */
-    int n_levels; /* of the ladder */
-    int spare;    /* pages that recoding needs under a budget; 0: there is none */
+    int any_kvquant_keys; /* KVQUANT formats hold keys */
+    int n_stored;         /* layers with blocks of their own */
+    int n_levels;         /* of the ladder */
+    int spare;            /* pages that recoding needs under a budget; 0: there is none */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
     tkvi_key key[TKVI_MAX_CODINGS];
@@ -479,6 +480,7 @@ static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
         p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
         r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
         p->squat |= tkvi_is_squat(pair[tier].k);
     }
@@ -736,6 +738,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!st && tkvi_shape_of(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
+        return tkvi_bad(reason, size, "rope.dim", 0,
+                        "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
+                        "TKV_KVQUANT_POST_ROPE for keys as they come");
     if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {

@@ -1012,6 +1012,7 @@ static void plan_of(uint64_t seed) {
     cfg.warm = formats[plan].warm;
     cfg.archive = formats[plan].archive;
     if (formats[plan].warm.k == TKV_KVQUANT4 && lot(2)) cfg.rope.dim = dims[shape];
+    else cfg.kvquant = TKV_KVQUANT_POST_ROPE;
     cfg.hot_tokens = lot(3) ? 0 : 1 + lot(200);
     cfg.warm_tokens = 1 + lot(200);
     if (lot(4) == 0) cfg.sink_tokens = lot(2) ? TKV_NONE : 1 + lot(12);

@@ -764,12 +764,39 @@ TEST(what_each_part_is_good_for) {
     CHECK_NEAR(o.ratio_v, 1, 0.04); /* a token's middle goes against its values */
     CHECK_NEAR(o.ratio_k, 1, 0.005);
     /* without a rotation all the same */
-    s->cfg.kvquant = 0;
+    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
     s->cfg.rope.dim = 0;
     o = errors_of(s->cfg, s);
-    s->cfg.kvquant = TKV_KVQUANT_POST_ROPE;
     s->cfg.rope.dim = 64;
     CHECK_NEAR(o.k, errors_of(s->cfg, s).k, 0);
+}
+
+/* Keys are never coded as they come without a word: the model's RoPE is given, or its absence is said. */
+TEST(rope_is_asked_for) {
+    static const char *const presets[] = {"kvquant-3", "adr", "by-context", "extreme_context"};
+    int i, j;
+    for (i = 0; tkv_preset_name(i); i++) {
+        char reason[240];
+        tkv_config cfg = tkv_config_default();
+        int wants = 0;
+        for (j = 0; j < COUNT(presets); j++) wants |= strcmp(presets[j], tkv_preset_name(i)) == 0;
+        cfg.n_layers = cfg.n_heads = 1;
+        cfg.head_dim = 64;
+        CHECK_EQ(tkv_config_preset(&cfg, tkv_preset_name(i)), TKV_OK);
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), wants ? TKV_ERR_CONFIG : TKV_OK);
+        if (wants) CHECK(strstr(reason, "rope.dim") && strstr(reason, "TKV_KVQUANT_POST_ROPE"));
+        cfg.kvquant = TKV_KVQUANT_POST_ROPE;
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.kvquant = 0;
+        cfg.rope.dim = 64;
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.rope.dim = 0;
+        cfg.warm.k = cfg.archive.k = TKV_KIVI4; /* values alone need none */
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+        cfg.archive = pair_of(TKV_KVQUANT2, TKV_KVQUANT2);
+        cfg.warm_tokens = TKV_ALL; /* no block ever comes there */
+        CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_OK);
+    }
 }
 
 /* Bytes of the cache and of the saved table, read here, are what tkv_read says. */
@@ -1384,6 +1411,7 @@ int main(int argc, char **argv) {
     RUN(keys_are_turned_back);
     RUN(golden);
     RUN(what_each_part_is_good_for);
+    RUN(rope_is_asked_for);
     RUN(blocks_and_tables_as_drawn);
     RUN(ranges_are_percentiles);
     RUN(weights_move_levels);

@@ -357,6 +357,7 @@ TEST(tiers_out_of_reach) {
         cfg.hot_tokens = cases[c].hot;
         cfg.warm_tokens = cases[c].warm;
         cfg.max_tokens = cases[c].max_tokens;
+        cfg.kvquant = TKV_KVQUANT_POST_ROPE;
         twin = cfg;
         format = i % 2 ? TKV_KVQUANT3 : TKV_A30;
         if (cases[c].shared & 1) cfg.warm = pair_of((tkv_format)format, TKV_KIVI4);

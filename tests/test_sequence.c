@@ -436,6 +436,7 @@ TEST(config_presets) {
         CHECK(cfg.warm_tokens != 7);
         CHECK_EQ(cfg.hot.k, TKV_FORMAT_DEFAULT);
         CHECK(cfg.warm.k && cfg.warm.v && cfg.archive.k && cfg.archive.v);
+        cfg.kvquant = TKV_KVQUANT_POST_ROPE; /* no RoPE here */
         kv = make(&cfg);
         for (k = 0; k < 3; k++) CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
