@@ -37,11 +37,13 @@ GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%
 test: $(TESTS) $(GPU_TESTS)
 	@PYTHON='$(PYTHON)' sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
 
-# Tests of the interface alone do not bring the library with them.
-LINKED = $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c)
-$(LINKED:tests/%.c=build/tests/%): build/tests/tieredkv.o
+# The library is compiled once. What uses its interface alone links that; the others bring it with them.
+INTERFACE_ALONE = $(filter-out examples/tieredkv.c, \
+                    $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c examples/*.c bench/*.c))
+$(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
+  $(patsubst bench/%.c,build/bench/%,$(INTERFACE_ALONE)))): build/tieredkv.o
 
-build/tests/tieredkv.o: tests/compile/impl.c tieredkv.h
+build/tieredkv.o: examples/tieredkv.c tieredkv.h
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c $< -o $@
 
@@ -78,11 +80,11 @@ gpu-bench: build/gpu_bench
 # Examples and benchmarks.
 build/%: examples/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $< -o $@ $(LDLIBS)
+	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS)
 
 build/bench/%: bench/%.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $< -o $@ $(LDLIBS) -pthread
+	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS) -pthread
 
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \

@@ -2,7 +2,7 @@
  * adapt.c - does quality feedback find the plan that a model needs? A text is read in windows by a cache that tkv_adapt
  * moves along a ladder, and by an exact one; each piece of 64 tokens gives a score by both perplexities.
  *
- * cc -O2 bench/adapt.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
+ * cc -O2 bench/adapt.c examples/tieredkv.c -o adapt -lm && ./adapt model.gguf ../shared/data/text/wiki.test.raw
  *
  *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (target in thousandths)
  *
@@ -13,7 +13,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "../examples/llama.h"

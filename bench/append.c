@@ -2,7 +2,7 @@
  * append.c - what a decode step costs, how much of it is tkv_append, and how fast tokens are read back. One layer, one
  * thread.
  *
- * cc -O2 bench/append.c -o append -lm -pthread && ./append
+ * cc -O2 bench/append.c examples/tieredkv.c -o append -lm -pthread && ./append
  *
  *   --formats tiers,extreme,kivi,f16   plans (bench_plan in bench.h)
  *   --tokens 8192                      length of the run, at least 1536
@@ -26,7 +26,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "bench.h"

@@ -1,7 +1,7 @@
 /*
  * attend.c - the speed of attention on caches of each format: a decode step of one layer, cold keys and values.
  *
- * cc -O2 bench/attend.c -o attend -lm -pthread && ./attend
+ * cc -O2 bench/attend.c examples/tieredkv.c -o attend -lm -pthread && ./attend
  *
  * Without options: the groups of the table below. With any of these: one group.
  *
@@ -30,7 +30,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime, madvise */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "bench.h"

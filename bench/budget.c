@@ -2,7 +2,7 @@
  * budget.c - what a byte budget costs while tokens come one by one: how even the appends are, how near the bytes come
  * to the budget, what the policy takes. All layers, one thread.
  *
- * cc -O2 bench/budget.c -o budget -lm -pthread && ./budget
+ * cc -O2 bench/budget.c examples/tieredkv.c -o budget -lm -pthread && ./budget
  *
  *   --budgets 1000,50,25,18        percent of the FP16 bytes of all tokens; 0: no budget, everything exact
  *   --tokens 8192 --runs 3
@@ -17,7 +17,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "bench.h"

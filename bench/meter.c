@@ -1,7 +1,7 @@
 /*
  * meter.c - what the quality meter costs, in time and bytes. One query, one thread, the default plan.
  *
- * cc -O2 bench/meter.c -o meter -lm && ./meter
+ * cc -O2 bench/meter.c examples/tieredkv.c -o meter -lm && ./meter
  *
  *   --ctx 4096,16384,32768   tokens
  *   --layers 8 --heads 32 --kv-heads 8 --dim 128
@@ -19,7 +19,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "bench.h"

@@ -1,7 +1,7 @@
 /*
  * prefill.c - the speed of attention with many queries. One layer, one thread.
  *
- * cc -O2 bench/prefill.c -o prefill -lm -pthread && ./prefill
+ * cc -O2 bench/prefill.c examples/tieredkv.c -o prefill -lm -pthread && ./prefill
  *
  *   --formats f16,a30/r30,tiers   plans (bench_plan in bench.h)
  *   --tokens 4096 --chunk 512     of a prompt; a chunk is at most 512
@@ -20,7 +20,6 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */
 #endif
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include "bench.h"

@@ -2,7 +2,7 @@
  * budget.c - a real model writes under a byte budget that FP16 would not fit in, and one watches what the cache does
  * about it.
  *
- * cc -O2 examples/budget.c -o budget -lm && ./budget
+ * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *
  * A line shows the tokens, the level of the ladder, pressure, bytes and what share of the tokens is in which tier;
  * a change of level is a line of its own. In the end a table: what each level recoded, the peak against the budget,
@@ -14,7 +14,6 @@
  */
 #include "spill_file.h" /* before system headers */
 
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #define PROGRAM "budget"

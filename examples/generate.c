@@ -1,7 +1,7 @@
 /*
  * generate.c - text from a real model whose keys and values live in tieredkv, and what that costs and saves.
  *
- * cc -O2 -o generate examples/generate.c -lm && ./generate model.gguf
+ * cc -O2 -o generate examples/generate.c examples/tieredkv.c -lm && ./generate model.gguf
  *
  * Streams text, then says where the tokens are, how many bytes they take, how fast it was, how far the
  * distribution of the next token moved from that of an exact cache which saw the same tokens, and whether
@@ -10,7 +10,6 @@
  *
  * program.h has what it shares with budget. In this order: options, running, recall, comparing, tables, main.
  */
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #define PROGRAM "generate"

@@ -1,9 +1,8 @@
 /*
  * quickstart.c - a cache, a loop of append and attend, and where the tokens are afterwards.
  *
- * cc -O2 -o quickstart examples/quickstart.c -lm && ./quickstart
+ * cc -O2 -o quickstart examples/quickstart.c examples/tieredkv.c -lm && ./quickstart
  */
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #include <stdio.h>

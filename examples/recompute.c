@@ -2,7 +2,7 @@
  * recompute.c - two conversations take turns in a cache that has not room for both: the one that waits is dropped, and
  * its keys and values are computed again by the model when its turn comes. The texts are those without dropping.
  *
- * cc -O2 examples/recompute.c -o recompute -lm && ./recompute
+ * cc -O2 examples/recompute.c examples/tieredkv.c -o recompute -lm && ./recompute
  *
  * First with exact keys and values under a budget (cfg.remat), where the cache drops what it must; then with
  * compressed tiers, where the program drops by hand (tkv_remat_drop). Every logit is compared with that of a run which
@@ -12,7 +12,6 @@
  * same chunks, with a cache of its own that has the same plan (formats that learn tables would learn others there).
  * So a few tokens cost as much as all before them. In this order: options, evaluating, computing again, turns, main.
  */
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #define PROGRAM "recompute"

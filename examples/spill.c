@@ -2,7 +2,7 @@
  * spill.c - a cache ten times as large as the RAM that it may have: the older part is in a file, and attention is over
  * all of it.
  *
- * cc -O2 examples/spill.c -o spill -lm && ./spill
+ * cc -O2 examples/spill.c examples/tieredkv.c -o spill -lm && ./spill
  *
  *     ./spill [--tokens N] [--budget BYTES] [--heads N] [--dim N] [--file PATH]
  *
@@ -13,7 +13,6 @@
  */
 #include "spill_file.h" /* before system headers: it asks for POSIX */
 
-#define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 
 #ifdef _WIN32

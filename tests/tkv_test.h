@@ -18,7 +18,7 @@
  * cc -O2 tests/test_x.c -o test_x -lm && ./test_x [filter | --list]     run it from the root of the project
  *
  * A test of the interface alone leaves out the first line and is linked with the library, which is compiled
- * once: cc -O2 tests/test_x.c tests/compile/impl.c -o test_x -lm
+ * once: cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm
  *
  * The filter (or TKV_TEST_FILTER) keeps tests whose name contains it. The last line is `N passed, N failed` and
  * counts tests; `, N skipped` follows when there are any. A test that makes no check has failed. Checks belong to

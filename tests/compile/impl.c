@@ -1,3 +1,0 @@
-/* The implementation alone. */
-#define TIEREDKV_IMPLEMENTATION
-#include "../../tieredkv.h"
