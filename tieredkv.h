@@ -700,8 +700,8 @@ typedef struct tkv_attend_params {
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
-     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. Stride 0: the words
-     * that mask_bits_n needs. */
+     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. mask_bits_n is at most
+     * max_tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int mask_bits_n;
@@ -729,7 +729,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 /* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
  * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
- * sinks must be in at most one of the two. Cost: O(n_rows * dim). (arXiv 2307.08691, section 3.) */
+ * sinks must be in at most one of the two. Nothing is written if n_rows or dim is below 1. Cost: O(n_rows * dim).
+ * (arXiv 2307.08691, section 3.) */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
@@ -14167,7 +14168,7 @@ static const tkvi_preset tkvi_presets[] = {
 
 TKV_API const char *tkv_preset_name(int i) {
     int row;
-    for (row = 0; row < TKVI_PRESETS; row++) {
+    for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
         int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
         if (!again && i-- == 0) return tkvi_presets[row].name;
     }
@@ -19298,7 +19299,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
 
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
-    if (!kv || max_work < 0) return TKV_ERR_ARG;
+    if (!kv) return TKV_ERR_ARG;
+    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
     tkvi_ask_nothing(kv);
     while (tkvi_lazy(kv) && kv->tables.level > 0 && n < max_work &&
            tkvi_in_use(kv) > tkvi_soft_limit(kv, kv->tables.level) / 10 * 9 &&
@@ -19991,6 +19993,15 @@ static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored;
 }
 
+/* Do sequence and layer exist, and does this layer store K and V itself? */
+static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
+    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
+}
+
+static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
 /* >>cutting */
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
@@ -20118,12 +20129,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 
 
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!kv) return TKV_ERR_ARG;
-    if (seq < 0 || seq >= kv->tables.cfg.max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (layer < TKV_NONE || layer >= kv->tables.cfg.n_layers ||
-        (layer >= 0 && kv->tables.plan[layer].stored != layer))
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer with a cache of its own", layer, "");
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.kind)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
@@ -20137,7 +20144,8 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!kv || !p) return TKV_ERR_ARG;
+    if (!kv) return TKV_ERR_ARG;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
     if (st) return st;
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
@@ -20234,13 +20242,12 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     const tkvi_list *list;
     const uint32_t *ids;
     int i, t;
-    if (!kv || seq < 0 || seq >= kv->tables.cfg.max_seqs || layer < 0 || layer >= kv->tables.cfg.n_layers ||
-        kv->tables.plan[layer].stored < 0 || start < 0 || n < 0 || (n > 0 && !mask))
-        return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
@@ -20281,8 +20288,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     if (!kv->tables.cfg.spill.store)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
@@ -20384,8 +20390,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     const tkvi_list *list;
     int i, place;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
@@ -20532,11 +20537,11 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, last = 0, tighten = 0;
+    int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
-        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", kv ? n : 0,
+        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", n,
                          " blocks (tkv_remat_blocks says how many)");
     st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
@@ -20652,8 +20657,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak paper;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
@@ -21179,6 +21183,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
     c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
     c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
@@ -22365,7 +22370,7 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
                            int dim) {
     int r, i;
-    for (r = 0; r < n_rows; r++) {
+    for (r = 0; r < n_rows && dim > 0; r++) {
         int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
         float *o = out + (ptrdiff_t)r * dim;
         const float *o2 = out2 + (ptrdiff_t)r * dim;
@@ -22614,8 +22619,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     tkv_status st;
     int done = 0;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
@@ -25137,7 +25141,7 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
     tkvi_print(o, "\": [");
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_print_comma(o, layer);
-        if (tkvi_stored_layer(kv, 0, layer) != layer) tkvi_print(o, "null");
+        if (!tkvi_has_own_layer(kv, 0, layer)) tkvi_print(o, "null");
         else write(o, kv, seq, layer, which);
     }
     tkvi_print(o, "]");

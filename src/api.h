@@ -609,8 +609,8 @@ typedef struct tkv_attend_params {
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
-     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. Stride 0: the words
-     * that mask_bits_n needs. */
+     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. mask_bits_n is at most
+     * max_tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int mask_bits_n;
@@ -638,7 +638,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 /* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
  * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
- * sinks must be in at most one of the two. Cost: O(n_rows * dim). (arXiv 2307.08691, section 3.) */
+ * sinks must be in at most one of the two. Nothing is written if n_rows or dim is below 1. Cost: O(n_rows * dim).
+ * (arXiv 2307.08691, section 3.) */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and

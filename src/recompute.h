@@ -134,11 +134,11 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
                                   size_t *freed) {
     tkv_status st = tkvi_remat_seq(kv, seq);
     size_t won = 0;
-    int n, i, to = 0, last = 0, tighten = 0;
+    int n = 0, i, to = 0, last = 0, tighten = 0;
     if (freed) *freed = 0;
     if (st) return st;
     if (!r || tkv_remat_blocks(kv, seq, blocks, max, &n) != TKV_OK || n > max)
-        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", kv ? n : 0,
+        return tkvi_fail(kv, TKV_ERR_ARG, "r is missing, or there is no room for", n,
                          " blocks (tkv_remat_blocks says how many)");
     st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
@@ -254,8 +254,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak paper;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
