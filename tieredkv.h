@@ -22,7 +22,8 @@
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
  *   tkv_cache *kv;
- *   if (tkv_create(&cfg, &kv) != TKV_OK) return 1;             // tkv_config_validate says what is wrong
+ *   char reason[200];                                          // which field is wrong, and what would be right
+ *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason);
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -80,7 +81,8 @@
  *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
- *          gives the sentence for the last mutating call.
+ *          gives the sentence for the last mutating call. Where there is no cache yet, tkv_create_ex and
+ *          tkv_create_from_text (configs as text) write the sentence to a buffer of yours.
  * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
  *          run side by side between writes. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
@@ -150,8 +152,11 @@
 #define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_print TKV_NAME_(tkv_config_print)
+#define tkv_config_size TKV_NAME_(tkv_config_size)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
+#define tkv_create_ex TKV_NAME_(tkv_create_ex)
+#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
 #define tkv_drop TKV_NAME_(tkv_drop)
@@ -600,6 +605,8 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+/* sizeof(tkv_config) of the implementation that is linked. A binding compares it with the size of its own struct. */
+TKV_API size_t tkv_config_size(void);
 
 /* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
  * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
@@ -617,6 +624,10 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 /* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
  * untouched on error. Cost: one allocation per growing part, no per-token work. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
+/* The same. `reason` (may be NULL) gets a sentence about every error, cut to `size` bytes, and "" after a success.
+ * Errors: TKV_ERR_CONFIG (the sentence of tkv_config_validate), TKV_ERR_ISA, TKV_ERR_BUDGET (no room for an empty
+ * cache), TKV_ERR_NOMEM, TKV_ERR_ARG (a pointer is missing). From a text: tkv_create_from_text. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
 TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
 
 /* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
@@ -1608,6 +1619,13 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
+/* Creates a cache from a text (see tkv_config_parse). host: NULL, or a config whose fields hold where the text says
+ * nothing, such as allocator, parallel_for, spill and on_event. Layers, ladder and frequencies need no room of the
+ * caller's: the allocator gives it for the time of the call. Errors as tkv_create_ex; *out stays as it was, and
+ * `reason` (may be NULL) gets a sentence, which begins with the line that is wrong. Cost: O(size), five times, and
+ * tkv_create. */
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
  * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
  * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
@@ -13402,6 +13420,8 @@ TKV_API tkv_config tkv_config_default(void) {
     return cfg;
 }
 
+TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
+
 /* >>resolve */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
@@ -13789,6 +13809,18 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
+/* What must be right before a config is used for anything. */
+static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    return TKV_OK;
+}
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
     const char *wrong, *field;
@@ -13799,10 +13831,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!cfg) return TKV_ERR_ARG;
 #define TKVI_RANGE_(field, lo, hi, want)                                                                     \
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
-    if (cfg->start_canary || cfg->end_canary)
-        return tkvi_bad(
-            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
-            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    st = tkvi_validate_host(cfg, reason, size);
+    if (st) return st;
     TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
@@ -13867,9 +13897,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
                         "store and fetch must both be set, or neither");
     if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
         return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
-                        "alloc and release must both be set, or neither");
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, -1, reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
@@ -16138,32 +16165,73 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
 
 /* >>life */
-TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+/* The config's allocator, or malloc. */
+static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+    memset(heap, 0, sizeof *heap);
+    heap->from = cfg->allocator;
+#ifndef TKV_NO_MALLOC
+    if (!heap->from.alloc) {
+        heap->from.alloc = tkvi_malloc;
+        heap->from.release = tkvi_mfree;
+    }
+#endif
+    if (heap->from.alloc) return TKV_OK;
+    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+}
+
+/* The sentence about an error of tkvi_build. */
+static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_sizes s;
+    const int fits = tkvi_fixed_sizes(h, &s);
+    if (st == TKV_ERR_ISA) {
+        tkvi_say(&t, "isa is ");
+        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+    } else if (st == TKV_ERR_BUDGET) {
+        tkvi_say(&t, "budget_bytes is ");
+        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_say(&t, "; it must be at least ");
+        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_say(&t, " for an empty cache and its first tokens");
+    } else if (st == TKV_ERR_NOMEM) {
+        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_say(&t, " bytes");
+    } else {
+        tkvi_say(&t, "max_seqs is ");
+        tkvi_say_int(&t, h->cfg.max_seqs);
+        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
     tkvi_shape shape;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
-    if (!out) return TKV_ERR_ARG;
-    if (st) return st;
-    memset(&heap, 0, sizeof heap);
-    heap.from = cfg->allocator;
-#ifndef TKV_NO_MALLOC
-    if (!heap.from.alloc) {
-        heap.from.alloc = tkvi_malloc;
-        heap.from.release = tkvi_mfree;
+    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    if (!cfg || !out) {
+        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        return TKV_ERR_ARG;
     }
-#endif
-    if (!heap.from.alloc) return TKV_ERR_CONFIG;
+    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (st) return st;
     heap.limit = shape.cfg.budget_bytes;
     st = tkvi_build(&shape, &heap, &kv);
-    if (st) return st;
-    if (shape.cfg.budget_bytes && kv->tables.version_bytes &&
+    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
         !tkvi_version_ready(kv, 0)) { /* it must not fail later */
         tkv_destroy(kv);
-        return TKV_ERR_NOMEM;
+        st = TKV_ERR_NOMEM;
     }
+    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
     *out = kv;
     return TKV_OK;
+}
+
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+    return tkv_create_ex(cfg, out, NULL, 0);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -24908,6 +24976,104 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_TEXT_H */
+/* ======== create.h ======== */
+/*
+ * create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said with its
+ * line, also where single values are right and the config they make is not. May call text, cache and below.
+ */
+#ifndef TKVI_CREATE_H
+#define TKVI_CREATE_H
+
+#ifndef TKV_NO_REPORTS
+
+
+/* Layers that the text wants room for: n_layers, 0 if it names none of them. A bad text is found by the parser. */
+static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
+    tkvi_parser r;
+    tkv_config full = *host;
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, NULL, 0);
+    (void)tkvi_parse_all(&r, TKVI_CHECK);
+    return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
+}
+
+/* The line of the field that a sentence begins with; 0: the text does not have it. */
+static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const char *sentence) {
+    tkvi_parser r;
+    tkv_config any;
+    const tkvi_row *row;
+    int group, index, last, other, from, to;
+    memset(&any, 0, sizeof any);
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
+    r.key.at = sentence;
+    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
+    row = tkvi_find_row(&r, &group, &index, &last);
+    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* one side of a pair */
+        r.key.n -= 2;
+        row = tkvi_find_row(&r, &group, &index, &last);
+    }
+    tkvi_rewind(&r);
+    while (row && tkvi_next(&r) > 0)
+        if (tkvi_find_row(&r, &other, &from, &to) == row && other == group && from <= index && index <= to)
+            return r.key_line;
+    return 0;
+}
+
+static tkv_status tkvi_say_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
+                                   char *reason, size_t reason_size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
+    const int line = st ? tkvi_text_line(text, size, sentence) : 0;
+    if (line) {
+        tkvi_say(&t, "line ");
+        tkvi_say_int(&t, line);
+        tkvi_say(&t, ": ");
+    }
+    tkvi_say(&t, sentence);
+    return st;
+}
+
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size) {
+    char sentence[200];
+    tkv_level ladder[TKV_MAX_LEVELS];
+    float frequencies[TKV_MAX_HEAD_DIM / 2];
+    tkv_config_room room;
+    tkv_config cfg = host ? *host : tkv_config_default();
+    tkvi_heap heap;
+    size_t bytes;
+    tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
+    if (!text || !out)
+        return tkvi_say_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing", reason,
+                                reason_size);
+    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (st) return st;
+    memset(&room, 0, sizeof room);
+    room.ladder = ladder;
+    room.n_levels = TKV_MAX_LEVELS;
+    room.frequencies = frequencies;
+    room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
+    room.n_layers = tkvi_text_layers(&cfg, text, size);
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
+        cfg.n_layers = room.n_layers;
+        st = tkv_config_validate(&cfg, sentence, sizeof sentence);
+        return tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    bytes = (size_t)room.n_layers * sizeof *room.layers;
+    if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
+    if (bytes && !room.layers)
+        return tkvi_say_line_of(TKV_ERR_NOMEM, "", 0,
+                                "the allocator gave no memory for the layers of the text", reason,
+                                reason_size);
+    st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
+    if (!st) {
+        st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
+        (void)tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    tkvi_put(&heap, room.layers, bytes);
+    return st;
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_CREATE_H */
 /* ======== state.h ======== */
 /*
  * state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for each

@@ -59,8 +59,11 @@
 #define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_print TKV_NAME_(tkv_config_print)
+#define tkv_config_size TKV_NAME_(tkv_config_size)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
+#define tkv_create_ex TKV_NAME_(tkv_create_ex)
+#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
 #define tkv_drop TKV_NAME_(tkv_drop)
@@ -509,6 +512,8 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+/* sizeof(tkv_config) of the implementation that is linked. A binding compares it with the size of its own struct. */
+TKV_API size_t tkv_config_size(void);
 
 /* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
  * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
@@ -526,6 +531,10 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 /* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
  * untouched on error. Cost: one allocation per growing part, no per-token work. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
+/* The same. `reason` (may be NULL) gets a sentence about every error, cut to `size` bytes, and "" after a success.
+ * Errors: TKV_ERR_CONFIG (the sentence of tkv_config_validate), TKV_ERR_ISA, TKV_ERR_BUDGET (no room for an empty
+ * cache), TKV_ERR_NOMEM, TKV_ERR_ARG (a pointer is missing). From a text: tkv_create_from_text. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
 TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
 
 /* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
@@ -1517,6 +1526,13 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
+/* Creates a cache from a text (see tkv_config_parse). host: NULL, or a config whose fields hold where the text says
+ * nothing, such as allocator, parallel_for, spill and on_event. Layers, ladder and frequencies need no room of the
+ * caller's: the allocator gives it for the time of the call. Errors as tkv_create_ex; *out stays as it was, and
+ * `reason` (may be NULL) gets a sentence, which begins with the line that is wrong. Cost: O(size), five times, and
+ * tkv_create. */
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
  * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
  * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size

@@ -161,12 +161,13 @@ class Version(unittest.TestCase):
 NO_NUMBER = {
     "no number goes in": """
         adapt budget calibrated_layers calibration_freeze calibration_refresh check config_default config_preset
-        destroy evict_from_name feedback_reset format_from_name isa_of last_error memory policy_profile policy_read
+        destroy evict_from_name config_size feedback_reset format_from_name isa_of last_error memory policy_profile policy_read
         policy_reset quality quality_reset version""",
     "a score or a pressure goes in, any float may": """
         feedback_observe observe policy_observe score_from_accuracy score_from_ppl score_from_quality""",
     "a config or a text goes in, field by field in other tests": """
-        calibration_load config_validate create init_in_place policy_parse policy_print required_bytes spill_bytes""",
+        calibration_load config_validate create create_ex create_from_text init_in_place policy_parse policy_print
+        required_bytes spill_bytes""",
     "a size of the caller's memory goes in": """
         calibration_save format_prometheus set_budget state_json""",
 }

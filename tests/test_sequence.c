@@ -186,7 +186,7 @@ static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *
 
 /* >>config */
 static void bad_config(const tkv_config *cfg, const char *field, const char *value) {
-    char reason[200], small[12];
+    char reason[200], same[200], small[12];
     size_t bytes = 77, size;
     char mem[64];
     tkv_memory_info info;
@@ -203,6 +203,8 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
         CHECK(small[size] == '#');
     }
     CHECK_EQ(tkv_create(cfg, &kv), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_create_ex(cfg, &kv, same, sizeof same), TKV_ERR_CONFIG);
+    CHECK_STR(same, reason);
     CHECK((void *)kv == (void *)mem); /* untouched */
     CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_ERR_CONFIG);
     CHECK_EQ(bytes, 77);
