@@ -134,6 +134,7 @@
 #define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_at TKV_NAME_(tkv_append_at)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
@@ -645,6 +646,10 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
  * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
+/* The same, if the first of these tokens belongs at `position`; else TKV_ERR_RANGE, nothing changed (see
+ * tkv_append_params). For code that counts positions itself, for RoPE say. */
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
@@ -660,10 +665,14 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    /* NULL, or the position of the first new token of seq, or of each entry of the batch. An append that would put one
+     * elsewhere is refused: attention sees all earlier tokens, so a text that begins anew needs tkv_reset first. */
+    const int *positions;
 } tkv_append_params;
-/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a
- * layer without K and V of its own, a missing pointer. Strides may be negative. Cost as tkv_append, and
- * O(n_batch^2) to look for doubles. */
+/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a layer
+ * without K and V of its own, a missing pointer; TKV_ERR_RANGE for a position (also of an entry without tokens) that
+ * is not the length of the layer (tkv_layer_len): tkv_last_error names both numbers. Strides may be negative. Cost as
+ * tkv_append, and O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
 /* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
@@ -19706,7 +19715,27 @@ static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
+/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+    const int len = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, "sequence ");
+    tkvi_say_int(&t, seq);
+    tkvi_say(&t, ", layer ");
+    tkvi_say_int(&t, layer);
+    tkvi_say(&t, " holds ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, " tokens, so the next position is ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, ", not ");
+    tkvi_say_int(&t, position);
+    tkvi_say(&t,
+             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    return TKV_ERR_RANGE;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                  const int *positions, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
     int i, j;
     *total = 0;
@@ -19720,6 +19749,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
             if (rows[j].seq == rows[i].seq)
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (positions && positions[i] != list->len)
+            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
         room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > room)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
@@ -19779,7 +19810,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, &total);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
@@ -19858,7 +19889,8 @@ no_table:
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
 }
 
-TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
+                              const float *v, int n) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
@@ -19866,7 +19898,17 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     p.n = n;
     p.k = k;
     p.v = v;
+    p.positions = position;
     return tkv_append_ex(kv, &p);
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    return tkvi_append(kv, seq, layer, NULL, k, v, n);
+}
+
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n) {
+    return tkvi_append(kv, seq, layer, &position, k, v, n);
 }
 
 /* >>all layers of a sequence age at once, or nothing happens */

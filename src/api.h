@@ -41,6 +41,7 @@
 #define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_at TKV_NAME_(tkv_append_at)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
@@ -552,6 +553,10 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
  * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
+/* The same, if the first of these tokens belongs at `position`; else TKV_ERR_RANGE, nothing changed (see
+ * tkv_append_params). For code that counts positions itself, for RoPE say. */
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
@@ -567,10 +572,14 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    /* NULL, or the position of the first new token of seq, or of each entry of the batch. An append that would put one
+     * elsewhere is refused: attention sees all earlier tokens, so a text that begins anew needs tkv_reset first. */
+    const int *positions;
 } tkv_append_params;
-/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a
- * layer without K and V of its own, a missing pointer. Strides may be negative. Cost as tkv_append, and
- * O(n_batch^2) to look for doubles. */
+/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a layer
+ * without K and V of its own, a missing pointer; TKV_ERR_RANGE for a position (also of an entry without tokens) that
+ * is not the length of the layer (tkv_layer_len): tkv_last_error names both numbers. Strides may be negative. Cost as
+ * tkv_append, and O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
 /* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens

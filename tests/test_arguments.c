@@ -320,6 +320,23 @@ static int append_batch(rig *r, size_t at, int x, int n_batch) {
     return tkv_append_ex(r->kv, &p);
 }
 
+static int append_positions(rig *r, int x) {
+    tkv_append_params p;
+    tkv_rows rows[2];
+    int positions[2] = {LENGTH, 0};
+    memset(&p, 0, sizeof p);
+    rows[0].seq = 0;
+    rows[1].seq = 1;
+    rows[0].n = rows[1].n = 1;
+    positions[1] = x;
+    p.k = k_in;
+    p.v = v_in;
+    p.batch = rows;
+    p.n_batch = 2;
+    p.positions = positions;
+    return tkv_append_ex(r->kv, &p);
+}
+
 static int in_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
     tkv_status st;
     if (tkv_begin(r->kv, 0) != TKV_OK) return TKV_ERR_BROKEN;
@@ -333,6 +350,13 @@ static void try_tokens(rig *r) {
     EACH("tkv_append", "seq", EVERY, SEQS, "AAAAAA", tkv_append(r->kv, x, 0, k_in, v_in, 1));
     EACH("tkv_append", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_append(r->kv, 0, x, k_in, v_in, 1));
     EACH("tkv_append", "n", EVERY, CHUNK, "AAAOCC", tkv_append(r->kv, 0, 0, k_in, v_in, x));
+    EACH("tkv_append_at", "seq", EVERY, SEQS, "AAAAAA", tkv_append_at(r->kv, x, 0, LENGTH, k_in, v_in, 1));
+    EACH("tkv_append_at", "layer", EVERY, LAYERS, "AAAAAAAA",
+         tkv_append_at(r->kv, 0, x, LENGTH, k_in, v_in, 1));
+    EACH("tkv_append_at", "position", EVERY, LENGTH, "RRRORRRR",
+         tkv_append_at(r->kv, 0, 0, x, k_in, v_in, 1));
+    EACH("tkv_append_at", "n", EVERY, CHUNK, "AAAOCC", tkv_append_at(r->kv, 0, 0, LENGTH, k_in, v_in, x));
+    EACH("tkv_append_ex", "positions[1]", EVERY, SHORT, "RRRORRRR", append_positions(r, x));
     EACH("tkv_append_ex", "seq", EVERY, SEQS, "AAAAAA", append_ex(r, OF(tkv_append_params, seq), x));
     EACH("tkv_append_ex", "layer", EVERY, LAYERS, "AAAAAAAA", append_ex(r, OF(tkv_append_params, layer), x));
     EACH("tkv_append_ex", "n", EVERY, CHUNK, "AAAOCC", append_ex(r, OF(tkv_append_params, n), x));
