@@ -22,7 +22,8 @@
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
  *   tkv_cache *kv;
- *   if (tkv_create(&cfg, &kv) != TKV_OK) return 1;             // tkv_config_validate says what is wrong
+ *   char reason[200];                                          // which field is wrong, and what would be right
+ *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason);
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -84,7 +85,8 @@
  *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
- *          gives the sentence for the last mutating call.
+ *          gives the sentence for the last mutating call. Where there is no cache yet, tkv_create_ex and
+ *          tkv_create_from_text (configs as text) write the sentence to a buffer of yours.
  * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
  *          run side by side between writes. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.
@@ -136,6 +138,7 @@
 #define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_at TKV_NAME_(tkv_append_at)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
@@ -154,8 +157,11 @@
 #define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_print TKV_NAME_(tkv_config_print)
+#define tkv_config_size TKV_NAME_(tkv_config_size)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
+#define tkv_create_ex TKV_NAME_(tkv_create_ex)
+#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
 #define tkv_drop TKV_NAME_(tkv_drop)
@@ -610,6 +616,8 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+/* sizeof(tkv_config) of the implementation that is linked. A binding compares it with the size of its own struct. */
+TKV_API size_t tkv_config_size(void);
 
 /* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
  * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
@@ -629,6 +637,10 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 /* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
  * untouched on error. Cost: one allocation per growing part, no per-token work. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
+/* The same. `reason` (may be NULL) gets a sentence about every error, cut to `size` bytes, and "" after a success.
+ * Errors: TKV_ERR_CONFIG (the sentence of tkv_config_validate), TKV_ERR_ISA, TKV_ERR_BUDGET (no room for an empty
+ * cache), TKV_ERR_NOMEM, TKV_ERR_ARG (a pointer is missing). From a text: tkv_create_from_text. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
 TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
 
 /* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
@@ -646,6 +658,10 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
  * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
+/* The same, if the first of these tokens belongs at `position`; else TKV_ERR_RANGE, nothing changed (see
+ * tkv_append_params). For code that counts positions itself, for RoPE say. */
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
@@ -661,10 +677,14 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    /* NULL, or the position of the first new token of seq, or of each entry of the batch. An append that would put one
+     * elsewhere is refused: attention sees all earlier tokens, so a text that begins anew needs tkv_reset first. */
+    const int *positions;
 } tkv_append_params;
-/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a
- * layer without K and V of its own, a missing pointer. Strides may be negative. Cost as tkv_append, and
- * O(n_batch^2) to look for doubles. */
+/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a layer
+ * without K and V of its own, a missing pointer; TKV_ERR_RANGE for a position (also of an entry without tokens) that
+ * is not the length of the layer (tkv_layer_len): tkv_last_error names both numbers. Strides may be negative. Cost as
+ * tkv_append, and O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
 /* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
@@ -714,8 +734,8 @@ typedef struct tkv_attend_params {
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
-     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. Stride 0: the words
-     * that mask_bits_n needs. */
+     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. mask_bits_n is at most
+     * max_tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int mask_bits_n;
@@ -743,7 +763,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 /* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
  * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
- * sinks must be in at most one of the two. Cost: O(n_rows * dim). (arXiv 2307.08691, section 3.) */
+ * sinks must be in at most one of the two. Nothing is written if n_rows or dim is below 1. Cost: O(n_rows * dim).
+ * (arXiv 2307.08691, section 3.) */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
@@ -1626,6 +1647,13 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
+/* Creates a cache from a text (see tkv_config_parse). host: NULL, or a config whose fields hold where the text says
+ * nothing, such as allocator, parallel_for, spill and on_event. Layers, ladder and frequencies need no room of the
+ * caller's: the allocator gives it for the time of the call. Errors as tkv_create_ex; *out stays as it was, and
+ * `reason` (may be NULL) gets a sentence, which begins with the line that is wrong. Cost: O(size), five times, and
+ * tkv_create. */
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
  * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
  * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
@@ -13561,6 +13589,8 @@ TKV_API tkv_config tkv_config_default(void) {
     return cfg;
 }
 
+TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
+
 /* >>resolve */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
@@ -13950,6 +13980,18 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
+/* What must be right before a config is used for anything. */
+static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    return TKV_OK;
+}
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
     const char *wrong, *field;
@@ -13960,10 +14002,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!cfg) return TKV_ERR_ARG;
 #define TKVI_RANGE_(field, lo, hi, want)                                                                     \
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
-    if (cfg->start_canary || cfg->end_canary)
-        return tkvi_bad(
-            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
-            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    st = tkvi_validate_host(cfg, reason, size);
+    if (st) return st;
     TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
@@ -14028,9 +14068,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
                         "store and fetch must both be set, or neither");
     if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
         return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
-                        "alloc and release must both be set, or neither");
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, -1, reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
@@ -14333,7 +14370,7 @@ static const tkvi_preset tkvi_presets[] = {
 
 TKV_API const char *tkv_preset_name(int i) {
     int row;
-    for (row = 0; row < TKVI_PRESETS; row++) {
+    for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
         int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
         if (!again && i-- == 0) return tkvi_presets[row].name;
     }
@@ -16303,32 +16340,73 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
 
 /* >>life */
-TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+/* The config's allocator, or malloc. */
+static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+    memset(heap, 0, sizeof *heap);
+    heap->from = cfg->allocator;
+#ifndef TKV_NO_MALLOC
+    if (!heap->from.alloc) {
+        heap->from.alloc = tkvi_malloc;
+        heap->from.release = tkvi_mfree;
+    }
+#endif
+    if (heap->from.alloc) return TKV_OK;
+    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+}
+
+/* The sentence about an error of tkvi_build. */
+static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_sizes s;
+    const int fits = tkvi_fixed_sizes(h, &s);
+    if (st == TKV_ERR_ISA) {
+        tkvi_say(&t, "isa is ");
+        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+    } else if (st == TKV_ERR_BUDGET) {
+        tkvi_say(&t, "budget_bytes is ");
+        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_say(&t, "; it must be at least ");
+        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_say(&t, " for an empty cache and its first tokens");
+    } else if (st == TKV_ERR_NOMEM) {
+        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_say(&t, " bytes");
+    } else {
+        tkvi_say(&t, "max_seqs is ");
+        tkvi_say_int(&t, h->cfg.max_seqs);
+        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
     tkvi_shape shape;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
-    if (!out) return TKV_ERR_ARG;
-    if (st) return st;
-    memset(&heap, 0, sizeof heap);
-    heap.from = cfg->allocator;
-#ifndef TKV_NO_MALLOC
-    if (!heap.from.alloc) {
-        heap.from.alloc = tkvi_malloc;
-        heap.from.release = tkvi_mfree;
+    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    if (!cfg || !out) {
+        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        return TKV_ERR_ARG;
     }
-#endif
-    if (!heap.from.alloc) return TKV_ERR_CONFIG;
+    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (st) return st;
     heap.limit = shape.cfg.budget_bytes;
     st = tkvi_build(&shape, &heap, &kv);
-    if (st) return st;
-    if (shape.cfg.budget_bytes && kv->tables.version_bytes &&
+    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
         !tkvi_version_ready(kv, 0)) { /* it must not fail later */
         tkv_destroy(kv);
-        return TKV_ERR_NOMEM;
+        st = TKV_ERR_NOMEM;
     }
+    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
     *out = kv;
     return TKV_OK;
+}
+
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+    return tkv_create_ex(cfg, out, NULL, 0);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -19454,7 +19532,8 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
 
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     int n = 0;
-    if (!kv || max_work < 0) return TKV_ERR_ARG;
+    if (!kv) return TKV_ERR_ARG;
+    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
     tkvi_ask_nothing(kv);
     while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
@@ -19789,7 +19868,27 @@ static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
+/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+    const int len = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, "sequence ");
+    tkvi_say_int(&t, seq);
+    tkvi_say(&t, ", layer ");
+    tkvi_say_int(&t, layer);
+    tkvi_say(&t, " holds ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, " tokens, so the next position is ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, ", not ");
+    tkvi_say_int(&t, position);
+    tkvi_say(&t,
+             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    return TKV_ERR_RANGE;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                  const int *positions, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
     int i, j;
     *total = 0;
@@ -19803,6 +19902,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
             if (rows[j].seq == rows[i].seq)
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (positions && positions[i] != list->len)
+            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
         room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > room)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
@@ -19862,7 +19963,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, &total);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
@@ -19941,7 +20042,8 @@ no_table:
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
 }
 
-TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
+                              const float *v, int n) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
@@ -19949,7 +20051,17 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     p.n = n;
     p.k = k;
     p.v = v;
+    p.positions = position;
     return tkv_append_ex(kv, &p);
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    return tkvi_append(kv, seq, layer, NULL, k, v, n);
+}
+
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n) {
+    return tkvi_append(kv, seq, layer, &position, k, v, n);
 }
 
 /* >>all layers of a sequence age at once, or nothing happens */
@@ -20144,6 +20256,15 @@ static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored;
 }
 
+/* Do sequence and layer exist, and does this layer store K and V itself? */
+static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
+    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
+}
+
+static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
 /* >>cutting */
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
@@ -20271,12 +20392,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 
 
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!kv) return TKV_ERR_ARG;
-    if (seq < 0 || seq >= kv->tables.cfg.max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (layer < TKV_NONE || layer >= kv->tables.cfg.n_layers ||
-        (layer >= 0 && kv->tables.plan[layer].stored != layer))
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer with a cache of its own", layer, "");
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.kind)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
@@ -20290,7 +20407,8 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!kv || !p) return TKV_ERR_ARG;
+    if (!kv) return TKV_ERR_ARG;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
     if (st) return st;
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
@@ -20387,13 +20505,12 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     const tkvi_list *list;
     const uint32_t *ids;
     int i, t;
-    if (!kv || seq < 0 || seq >= kv->tables.cfg.max_seqs || layer < 0 || layer >= kv->tables.cfg.n_layers ||
-        kv->tables.plan[layer].stored < 0 || start < 0 || n < 0 || (n > 0 && !mask))
-        return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);
@@ -20434,8 +20551,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     if (!kv->tables.cfg.spill.store)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
@@ -20537,8 +20653,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     const tkvi_list *list;
     int i, place;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
@@ -20807,8 +20922,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak paper;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
@@ -21334,6 +21448,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
     for (i = 0; p->alibi && i < cfg->n_heads; i++)
         if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
@@ -22558,7 +22673,7 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
                            int dim) {
     int r, i;
-    for (r = 0; r < n_rows; r++) {
+    for (r = 0; r < n_rows && dim > 0; r++) {
         int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
         float *o = out + (ptrdiff_t)r * dim;
         const float *o2 = out2 + (ptrdiff_t)r * dim;
@@ -22807,8 +22922,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     tkv_status st;
     int done = 0;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
@@ -25122,6 +25236,104 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_TEXT_H */
+/* ======== create.h ======== */
+/*
+ * create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said with its
+ * line, also where single values are right and the config they make is not. May call text, cache and below.
+ */
+#ifndef TKVI_CREATE_H
+#define TKVI_CREATE_H
+
+#ifndef TKV_NO_REPORTS
+
+
+/* Layers that the text wants room for: n_layers, 0 if it names none of them. A bad text is found by the parser. */
+static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
+    tkvi_parser r;
+    tkv_config full = *host;
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, NULL, 0);
+    (void)tkvi_parse_all(&r, TKVI_CHECK);
+    return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
+}
+
+/* The line of the field that a sentence begins with; 0: the text does not have it. */
+static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const char *sentence) {
+    tkvi_parser r;
+    tkv_config any;
+    const tkvi_row *row;
+    int group, index, last, other, from, to;
+    memset(&any, 0, sizeof any);
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
+    r.key.at = sentence;
+    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
+    row = tkvi_find_row(&r, &group, &index, &last);
+    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* one side of a pair */
+        r.key.n -= 2;
+        row = tkvi_find_row(&r, &group, &index, &last);
+    }
+    tkvi_rewind(&r);
+    while (row && tkvi_next(&r) > 0)
+        if (tkvi_find_row(&r, &other, &from, &to) == row && other == group && from <= index && index <= to)
+            return r.key_line;
+    return 0;
+}
+
+static tkv_status tkvi_say_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
+                                   char *reason, size_t reason_size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
+    const int line = st ? tkvi_text_line(text, size, sentence) : 0;
+    if (line) {
+        tkvi_say(&t, "line ");
+        tkvi_say_int(&t, line);
+        tkvi_say(&t, ": ");
+    }
+    tkvi_say(&t, sentence);
+    return st;
+}
+
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size) {
+    char sentence[200];
+    tkv_level ladder[TKV_MAX_LEVELS];
+    float frequencies[TKV_MAX_HEAD_DIM / 2];
+    tkv_config_room room;
+    tkv_config cfg = host ? *host : tkv_config_default();
+    tkvi_heap heap;
+    size_t bytes;
+    tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
+    if (!text || !out)
+        return tkvi_say_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing", reason,
+                                reason_size);
+    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (st) return st;
+    memset(&room, 0, sizeof room);
+    room.ladder = ladder;
+    room.n_levels = TKV_MAX_LEVELS;
+    room.frequencies = frequencies;
+    room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
+    room.n_layers = tkvi_text_layers(&cfg, text, size);
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
+        cfg.n_layers = room.n_layers;
+        st = tkv_config_validate(&cfg, sentence, sizeof sentence);
+        return tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    bytes = (size_t)room.n_layers * sizeof *room.layers;
+    if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
+    if (bytes && !room.layers)
+        return tkvi_say_line_of(TKV_ERR_NOMEM, "", 0,
+                                "the allocator gave no memory for the layers of the text", reason,
+                                reason_size);
+    st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
+    if (!st) {
+        st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
+        (void)tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    tkvi_put(&heap, room.layers, bytes);
+    return st;
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_CREATE_H */
 /* ======== state.h ======== */
 /*
  * state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for each
@@ -25355,7 +25567,7 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
     tkvi_print(o, "\": [");
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_print_comma(o, layer);
-        if (tkvi_stored_layer(kv, 0, layer) != layer) tkvi_print(o, "null");
+        if (!tkvi_has_own_layer(kv, 0, layer)) tkvi_print(o, "null");
         else write(o, kv, seq, layer, which);
     }
     tkvi_print(o, "]");

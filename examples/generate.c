@@ -47,6 +47,7 @@ typedef struct session {
     tkv_cache *kv;
     int *tokens, n_tokens; /* known tokens; tkv_seq_len of them have been evaluated */
     int n_prompt;          /* the first of them */
+    int pos;               /* keys of the present chunk are rotated for positions from here on */
     float *logits;         /* of one chunk */
     float *kept;           /* of position p in row p % n_kept: compared with the exact cache's in the end */
     int n_kept;
@@ -86,7 +87,7 @@ static tkv_status timed(void *ctx, int layer, const float *q, const float *k, co
                         float *out) {
     session *s = (session *)ctx;
     const double start = seconds();
-    tkv_status status = tkv_append(s->kv, 0, layer, k, v, n);
+    tkv_status status = tkv_append_at(s->kv, 0, layer, s->pos, k, v, n);
     const double between = seconds();
     if (status == TKV_OK) status = tkv_attend(s->kv, 0, layer, q, n, out);
     s->appending += between - start;
@@ -99,6 +100,7 @@ static void evaluate(session *s, int n, int n_logits) { /* the next n known toke
     const double start = seconds();
     tkv_status status = tkv_begin(s->kv, 0);
     int i;
+    s->pos = pos;
     s->appending += seconds() - start;
     if (status == TKV_OK)
         status = llama_forward_with(&s->model, s->tokens + pos, n, pos, timed, s, s->logits, n_logits);

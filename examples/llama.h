@@ -1158,13 +1158,13 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
 
 typedef struct llama_cache {
     tkv_cache *kv;
-    int seq;
+    int seq, pos; /* keys are rotated for positions from pos on, so that is where they must go */
 } llama_cache;
 
 static tkv_status llama_tiered(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                                float *out) {
     const llama_cache *c = (const llama_cache *)ctx;
-    const tkv_status status = tkv_append(c->kv, c->seq, layer, k, v, n);
+    const tkv_status status = tkv_append_at(c->kv, c->seq, layer, c->pos, k, v, n);
     return status == TKV_OK ? tkv_attend(c->kv, c->seq, layer, q, n, out) : status;
 }
 
@@ -1175,7 +1175,7 @@ static inline tkv_status llama_forward(const llama_model *m, tkv_cache *kv, int 
     llama_cache cache;
     const int pos = tkv_seq_len(kv, seq);
     tkv_status status = tkv_begin(kv, seq);
-    cache.kv = kv, cache.seq = seq;
+    cache.kv = kv, cache.seq = seq, cache.pos = pos;
     if (status != TKV_OK) return status;
     status = llama_forward_with(m, tokens, n, pos, llama_tiered, &cache, logits, n_logits);
     if (status == TKV_OK) return tkv_commit(kv, seq);

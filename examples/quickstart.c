@@ -24,13 +24,17 @@ int main(void) {
     tkv_cache *kv;
     tkv_tier_info tiers;
     tkv_memory_info mem;
+    char reason[200];
     int token, layer;
 
     cfg.n_layers = 4;
     cfg.n_heads = 32;   /* query heads */
     cfg.n_kv_heads = 8; /* four query heads share one head of K and V */
     cfg.head_dim = 128;
-    check(tkv_create(&cfg, &kv));
+    if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) { /* the sentence names the field */
+        fprintf(stderr, "%s\n", reason);
+        return 1;
+    }
 
     for (token = 0; token < 2000; token++) {
         for (layer = 0; layer < cfg.n_layers; layer++) {

@@ -94,7 +94,7 @@ static void keep_rows(const reader *r, int layer, const float *from, size_t row,
 static tkv_status read_layer(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                              float *out) {
     const reader *r = (const reader *)ctx;
-    const tkv_status st = tkv_append(r->kv, 0, layer, k, v, n);
+    const tkv_status st = tkv_append_at(r->kv, 0, layer, r->pos, k, v, n);
     keep_rows(r, layer, k, r->k_row, n, r->k);
     keep_rows(r, layer, v, r->v_row, n, r->v);
     return st ? st : tkv_attend(r->kv, 0, layer, q, n, out);

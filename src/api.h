@@ -41,6 +41,7 @@
 #define tkv_adapt TKV_NAME_(tkv_adapt)
 #define tkv_alive TKV_NAME_(tkv_alive)
 #define tkv_append TKV_NAME_(tkv_append)
+#define tkv_append_at TKV_NAME_(tkv_append_at)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
@@ -59,8 +60,11 @@
 #define tkv_config_parse TKV_NAME_(tkv_config_parse)
 #define tkv_config_preset TKV_NAME_(tkv_config_preset)
 #define tkv_config_print TKV_NAME_(tkv_config_print)
+#define tkv_config_size TKV_NAME_(tkv_config_size)
 #define tkv_config_validate TKV_NAME_(tkv_config_validate)
 #define tkv_create TKV_NAME_(tkv_create)
+#define tkv_create_ex TKV_NAME_(tkv_create_ex)
+#define tkv_create_from_text TKV_NAME_(tkv_create_from_text)
 #define tkv_decode TKV_NAME_(tkv_decode)
 #define tkv_destroy TKV_NAME_(tkv_destroy)
 #define tkv_drop TKV_NAME_(tkv_drop)
@@ -515,6 +519,8 @@ typedef struct tkv_config {
 } tkv_config;
 
 TKV_API tkv_config tkv_config_default(void); /* all zeros, for C++ and for people who like a name */
+/* sizeof(tkv_config) of the implementation that is linked. A binding compares it with the size of its own struct. */
+TKV_API size_t tkv_config_size(void);
 
 /* Sets lengths and formats of the tiers to a plan that has a name; the other fields stay. Bits of an old value,
  * metadata included: "quality" 4.06, "balanced" 3.06 (what a config of zeros gets), "compact" 2.31, "extreme"
@@ -534,6 +540,10 @@ TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size
 /* >>life. Creates an empty cache; memory for tokens comes as they come, a page at a time. *out is
  * untouched on error. Cost: one allocation per growing part, no per-token work. */
 TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
+/* The same. `reason` (may be NULL) gets a sentence about every error, cut to `size` bytes, and "" after a success.
+ * Errors: TKV_ERR_CONFIG (the sentence of tkv_config_validate), TKV_ERR_ISA, TKV_ERR_BUDGET (no room for an empty
+ * cache), TKV_ERR_NOMEM, TKV_ERR_ARG (a pointer is missing). From a text: tkv_create_from_text. */
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size);
 TKV_API void tkv_destroy(tkv_cache *kv); /* NULL is fine. Gives everything back to the allocator. */
 
 /* The same cache inside the caller's memory: nothing is ever allocated. cfg.max_tokens must be set;
@@ -551,6 +561,10 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  * Values beyond +-65504 saturate there in F16. Errors: TKV_ERR_CAPACITY (n > max_append, or max_tokens),
  * TKV_ERR_BUDGET (see tkv_budget), TKV_ERR_NOMEM, TKV_ERR_NONFINITE. Cost: O(n) plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
+/* The same, if the first of these tokens belongs at `position`; else TKV_ERR_RANGE, nothing changed (see
+ * tkv_append_params). For code that counts positions itself, for RoPE say. */
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n);
 
 /* One entry of a ragged batch: n tokens (or queries) of sequence seq. */
 typedef struct tkv_rows {
@@ -566,10 +580,14 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    /* NULL, or the position of the first new token of seq, or of each entry of the batch. An append that would put one
+     * elsewhere is refused: attention sees all earlier tokens, so a text that begins anew needs tkv_reset first. */
+    const int *positions;
 } tkv_append_params;
-/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a
- * layer without K and V of its own, a missing pointer. Strides may be negative. Cost as tkv_append, and
- * O(n_batch^2) to look for doubles. */
+/* All of the batch, or none of it. Errors as tkv_append, and TKV_ERR_ARG for a sequence that is in it twice, a layer
+ * without K and V of its own, a missing pointer; TKV_ERR_RANGE for a position (also of an entry without tokens) that
+ * is not the length of the layer (tkv_layer_len): tkv_last_error names both numbers. Strides may be negative. Cost as
+ * tkv_append, and O(n_batch^2) to look for doubles. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 
 /* >>step. A step over all layers as one unit. tkv_begin first does what is due (as an append would), then opens
@@ -619,8 +637,8 @@ typedef struct tkv_attend_params {
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree: the row sees the sequence's j-th of its last mask_bits_n tokens if bit
-     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. Stride 0: the words
-     * that mask_bits_n needs. */
+     * j % 64 of mask_bits[row * mask_bits_stride + j / 64] is set. Older ones are seen. mask_bits_n is at most
+     * max_tokens. Stride 0: the words that mask_bits_n needs. */
     const uint64_t *mask_bits;
     ptrdiff_t mask_bits_stride;
     int mask_bits_n;
@@ -648,7 +666,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 /* Joins attention over two disjoint sets of keys: out and lse become those of the union. n_rows rows of
  * dim values, lse one per row, all required; an lse that is not finite marks a row without keys. Learned
- * sinks must be in at most one of the two. Cost: O(n_rows * dim). (arXiv 2307.08691, section 3.) */
+ * sinks must be in at most one of the two. Nothing is written if n_rows or dim is below 1. Cost: O(n_rows * dim).
+ * (arXiv 2307.08691, section 3.) */
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
@@ -1531,6 +1550,13 @@ TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, si
                                     size_t reason_size);
 TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
                                     size_t *needed);
+/* Creates a cache from a text (see tkv_config_parse). host: NULL, or a config whose fields hold where the text says
+ * nothing, such as allocator, parallel_for, spill and on_event. Layers, ladder and frequencies need no room of the
+ * caller's: the allocator gives it for the time of the call. Errors as tkv_create_ex; *out stays as it was, and
+ * `reason` (may be NULL) gets a sentence, which begins with the line that is wrong. Cost: O(size), five times, and
+ * tkv_create. */
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
  * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
  * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size

@@ -115,6 +115,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
     for (i = 0; p->alibi && i < cfg->n_heads; i++)
         if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
@@ -1339,7 +1340,7 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
                            int dim) {
     int r, i;
-    for (r = 0; r < n_rows; r++) {
+    for (r = 0; r < n_rows && dim > 0; r++) {
         int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
         float *o = out + (ptrdiff_t)r * dim;
         const float *o2 = out2 + (ptrdiff_t)r * dim;

@@ -526,32 +526,73 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
 
 /* >>life */
-TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+/* The config's allocator, or malloc. */
+static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+    memset(heap, 0, sizeof *heap);
+    heap->from = cfg->allocator;
+#ifndef TKV_NO_MALLOC
+    if (!heap->from.alloc) {
+        heap->from.alloc = tkvi_malloc;
+        heap->from.release = tkvi_mfree;
+    }
+#endif
+    if (heap->from.alloc) return TKV_OK;
+    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+}
+
+/* The sentence about an error of tkvi_build. */
+static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_sizes s;
+    const int fits = tkvi_fixed_sizes(h, &s);
+    if (st == TKV_ERR_ISA) {
+        tkvi_say(&t, "isa is ");
+        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+    } else if (st == TKV_ERR_BUDGET) {
+        tkvi_say(&t, "budget_bytes is ");
+        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_say(&t, "; it must be at least ");
+        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_say(&t, " for an empty cache and its first tokens");
+    } else if (st == TKV_ERR_NOMEM) {
+        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_say(&t, " bytes");
+    } else {
+        tkvi_say(&t, "max_seqs is ");
+        tkvi_say_int(&t, h->cfg.max_seqs);
+        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
     tkvi_shape shape;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, NULL, 0);
-    if (!out) return TKV_ERR_ARG;
-    if (st) return st;
-    memset(&heap, 0, sizeof heap);
-    heap.from = cfg->allocator;
-#ifndef TKV_NO_MALLOC
-    if (!heap.from.alloc) {
-        heap.from.alloc = tkvi_malloc;
-        heap.from.release = tkvi_mfree;
+    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    if (!cfg || !out) {
+        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        return TKV_ERR_ARG;
     }
-#endif
-    if (!heap.from.alloc) return TKV_ERR_CONFIG;
+    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (st) return st;
     heap.limit = shape.cfg.budget_bytes;
     st = tkvi_build(&shape, &heap, &kv);
-    if (st) return st;
-    if (shape.cfg.budget_bytes && kv->tables.version_bytes &&
+    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
         !tkvi_version_ready(kv, 0)) { /* it must not fail later */
         tkv_destroy(kv);
-        return TKV_ERR_NOMEM;
+        st = TKV_ERR_NOMEM;
     }
+    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
     *out = kv;
     return TKV_OK;
+}
+
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+    return tkv_create_ex(cfg, out, NULL, 0);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {

@@ -20,7 +20,8 @@
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.n_layers = 32; cfg.n_heads = 32; cfg.n_kv_heads = 8; cfg.head_dim = 128;
  *   tkv_cache *kv;
- *   if (tkv_create(&cfg, &kv) != TKV_OK) return 1;             // tkv_config_validate says what is wrong
+ *   char reason[200];                                          // which field is wrong, and what would be right
+ *   if (tkv_create_ex(&cfg, &kv, reason, sizeof reason) != TKV_OK) return puts(reason);
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
  *       tkv_attend(kv, 0, layer, q, n, out);                   // [n][32][128], causal over everything so far
@@ -82,7 +83,8 @@
  *   is dropped where it waits, and computed again by your model when its turn comes (cfg.remat).
  *
  * ERRORS   Every function that can fail returns a tkv_status and then has changed nothing; tkv_last_error
- *          gives the sentence for the last mutating call.
+ *          gives the sentence for the last mutating call. Where there is no cache yet, tkv_create_ex and
+ *          tkv_create_from_text (configs as text) write the sentence to a buffer of yours.
  * THREADS  One writer per cache. Readers (tkv_attend, tkv_read and everything that takes a const tkv_cache) may
  *          run side by side between writes. Different caches are independent.
  * SIMD     x86: AVX2+FMA+F16C, or AVX-512 F/BW/VL/DQ/VNNI, found by cpuid at tkv_create; cfg.isa forces one.

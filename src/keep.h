@@ -8,12 +8,8 @@
 #include "sequence.h"
 
 static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!kv) return TKV_ERR_ARG;
-    if (seq < 0 || seq >= kv->tables.cfg.max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (layer < TKV_NONE || layer >= kv->tables.cfg.n_layers ||
-        (layer >= 0 && kv->tables.plan[layer].stored != layer))
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer with a cache of its own", layer, "");
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.kind)
         return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
     if (kv->seq[seq].in_step)
@@ -27,7 +23,8 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!kv || !p) return TKV_ERR_ARG;
+    if (!kv) return TKV_ERR_ARG;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
     if (st) return st;
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
@@ -124,13 +121,12 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     const tkvi_list *list;
     const uint32_t *ids;
     int i, t;
-    if (!kv || seq < 0 || seq >= kv->tables.cfg.max_seqs || layer < 0 || layer >= kv->tables.cfg.n_layers ||
-        kv->tables.plan[layer].stored < 0 || start < 0 || n < 0 || (n > 0 && !mask))
-        return TKV_ERR_ARG;
-    layer = kv->tables.plan[layer].stored;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
         const uint64_t there = tkvi_there_in(kv, list, ids, i);

@@ -249,6 +249,8 @@ TKV_API tkv_config tkv_config_default(void) {
     return cfg;
 }
 
+TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
+
 /* >>resolve */
 static int tkvi_length(int of_layer, int of_cache, int standard) {
     int n = of_layer ? of_layer : of_cache ? of_cache : standard;
@@ -638,6 +640,18 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
+/* What must be right before a config is used for anything. */
+static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    return TKV_OK;
+}
+
 /* Every field; the shape is that of the valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
     const char *wrong, *field;
@@ -648,10 +662,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
     if (!cfg) return TKV_ERR_ARG;
 #define TKVI_RANGE_(field, lo, hi, want)                                                                     \
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
-    if (cfg->start_canary || cfg->end_canary)
-        return tkvi_bad(
-            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
-            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    st = tkvi_validate_host(cfg, reason, size);
+    if (st) return st;
     TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
     TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
     TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
@@ -716,9 +728,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
                         "store and fetch must both be set, or neither");
     if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
         return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
-    if (!cfg->allocator.alloc != !cfg->allocator.release)
-        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
-                        "alloc and release must both be set, or neither");
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, -1, reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);

@@ -49,7 +49,7 @@ static const tkvi_preset tkvi_presets[] = {
 
 TKV_API const char *tkv_preset_name(int i) {
     int row;
-    for (row = 0; row < TKVI_PRESETS; row++) {
+    for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
         int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
         if (!again && i-- == 0) return tkvi_presets[row].name;
     }

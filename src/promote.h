@@ -26,8 +26,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     if (!kv->tables.cfg.spill.store)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
@@ -129,8 +128,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     const tkvi_list *list;
     int i, place;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->dropped || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");

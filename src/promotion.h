@@ -73,8 +73,7 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     tkv_status st;
     int done = 0;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);

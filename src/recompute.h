@@ -256,8 +256,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_peak paper;
     int i, first = -1, last = 0;
     if (st) return st;
-    if (tkvi_stored_layer(kv, seq, layer) != layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
     if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);

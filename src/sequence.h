@@ -268,7 +268,27 @@ static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
     return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
 }
 
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int *total) {
+/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+    const int len = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, "sequence ");
+    tkvi_say_int(&t, seq);
+    tkvi_say(&t, ", layer ");
+    tkvi_say_int(&t, layer);
+    tkvi_say(&t, " holds ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, " tokens, so the next position is ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, ", not ");
+    tkvi_say_int(&t, position);
+    tkvi_say(&t,
+             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    return TKV_ERR_RANGE;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                  const int *positions, int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
     int i, j;
     *total = 0;
@@ -282,6 +302,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
             if (rows[j].seq == rows[i].seq)
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (positions && positions[i] != list->len)
+            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
         room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > room)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
@@ -341,7 +363,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, &total);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
@@ -420,7 +442,8 @@ no_table:
     return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
 }
 
-TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
+                              const float *v, int n) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
@@ -428,7 +451,17 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     p.n = n;
     p.k = k;
     p.v = v;
+    p.positions = position;
     return tkv_append_ex(kv, &p);
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    return tkvi_append(kv, seq, layer, NULL, k, v, n);
+}
+
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n) {
+    return tkvi_append(kv, seq, layer, &position, k, v, n);
 }
 
 /* >>all layers of a sequence age at once, or nothing happens */
@@ -621,6 +654,15 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
 static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
     if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
     return kv->tables.plan[layer].stored;
+}
+
+/* Do sequence and layer exist, and does this layer store K and V itself? */
+static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
+    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
+}
+
+static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
 /* >>cutting */

@@ -232,7 +232,7 @@ static void tkvi_print_layers(tkvi_out *o, const tkv_cache *kv, const char *name
     tkvi_print(o, "\": [");
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkvi_print_comma(o, layer);
-        if (tkvi_stored_layer(kv, 0, layer) != layer) tkvi_print(o, "null");
+        if (!tkvi_has_own_layer(kv, 0, layer)) tkvi_print(o, "null");
         else write(o, kv, seq, layer, which);
     }
     tkvi_print(o, "]");

@@ -114,6 +114,7 @@ extern "C" {
 #include "report.h"
 #include "decimal.h"
 #include "text.h"
+#include "create.h"
 #include "state.h"
 #include "end.h"
 #ifdef __cplusplus

@@ -179,6 +179,34 @@ class Names(unittest.TestCase):
         self.assertEqual(used, [])
 
 
+# Functions without a row in tests/test_arguments.c, by the reason.
+NO_NUMBER = {
+    "no number goes in": """
+        adapt budget calibrated_layers calibration_freeze calibration_refresh check config_default config_preset
+        destroy evict_from_name config_size feedback_reset format_from_name isa_of last_error memory policy_profile policy_read
+        policy_reset quality quality_reset version""",
+    "a score or a pressure goes in, any float may": """
+        feedback_observe observe policy_observe score_from_accuracy score_from_ppl score_from_quality""",
+    "a config or a text goes in, field by field in other tests": """
+        calibration_load config_validate create create_ex create_from_text init_in_place policy_parse policy_print
+        required_bytes spill_bytes""",
+    "a size of the caller's memory goes in": """
+        calibration_save format_prometheus set_budget state_json""",
+}
+
+
+class Arguments(unittest.TestCase):
+    def test_every_function_is_tried_or_exempt(self):
+        declared = set(re.findall(r"^TKV_API [^;]*?\b(tkv_\w+)\(", read("src", "api.h"), re.M))
+        rows = read("tests", "test_arguments.c")
+        tried = set(re.findall(r"\"(tkv_\w+)\"", rows))
+        exempt = {"tkv_" + name for names in NO_NUMBER.values() for name in names.split()}
+        self.assertGreater(len(declared), 100)
+        self.assertEqual(declared - tried - exempt, set(), "try it in tests/test_arguments.c, or say why not here")
+        self.assertEqual((tried | exempt) - declared, set(), "there is no such function")
+        self.assertEqual(tried & exempt, set())
+
+
 class Readme(unittest.TestCase):
     def test_code_runs(self):
         """The 20 lines build as they stand, with the header beside them, and print what the text says."""

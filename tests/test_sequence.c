@@ -186,7 +186,7 @@ static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *
 
 /* >>config */
 static void bad_config(const tkv_config *cfg, const char *field, const char *value) {
-    char reason[200], short_buf[12];
+    char reason[200], same[200], short_buf[12];
     size_t bytes = 77, size;
     char mem[64];
     tkv_memory_info info;
@@ -203,6 +203,8 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
         CHECK(short_buf[size] == '#');
     }
     CHECK_EQ(tkv_create(cfg, &kv), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_create_ex(cfg, &kv, same, sizeof same), TKV_ERR_CONFIG);
+    CHECK_STR(same, reason);
     CHECK((void *)kv == (void *)mem); /* untouched */
     CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_ERR_CONFIG);
     CHECK_EQ(bytes, 77);
@@ -969,6 +971,113 @@ TEST(batch_is_all_or_nothing) {
 }
 
 /* A batch of sequences whose blocks do not fit one page: each new page is still there when its turn comes. */
+/* >>positions: an append where the caller does not expect it is refused */
+static tkv_status feed_at(tkv_cache *kv, int seq, int layer, int position, int n) {
+    rows_of(seq, layer, position, n, k_in, v_in);
+    return tkv_append_at(kv, seq, layer, position, k_in, v_in, n);
+}
+
+/* Positions that are wrong for a layer of this length, and a word of each sentence. */
+static void wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
+    static const int far_off[] = {-2147483647 - 1, -1, 0, 0x7fffffff};
+    char word[60];
+    int i;
+    for (i = 0; i < COUNT(far_off) + 2; i++) {
+        const int position = i < COUNT(far_off) ? far_off[i] : i == COUNT(far_off) ? len - 1 : len + 1;
+        picture before;
+        if (position == len) continue;
+        before = picture_of(kv);
+        snprintf(word, sizeof word,
+                 "sequence %d, layer %d holds %d tokens, so the next position is %d, not %d: ", seq, layer,
+                 len, len, position);
+        refused(kv, tkv_append_at(kv, seq, layer, position, k_in, v_in, 3), TKV_ERR_RANGE, word, &before);
+        CHECK(strstr(tkv_last_error(kv), position < len ? "tkv_reset" : "before it") != NULL);
+    }
+}
+
+TEST(positions_of_appends) {
+    tkv_config cfg = config(3, 2);
+    tkv_layer_config layers[3];
+    tkv_cache *kv;
+    int i;
+    memset(layers, 0, sizeof layers);
+    layers[1].share_kv = 1;
+    cfg.layers = layers;
+    cfg.max_append = 100;
+    cfg.max_tokens = 400;
+    cfg.hot = pair_of(TKV_F32, TKV_F32);
+    kv = make(&cfg);
+    wrong_positions(kv, 0, 0, 0);
+    for (i = 0; i < 200; i += 50) { /* layers go one after the other: each has its own length */
+        CHECK_EQ(feed_at(kv, 0, 0, i, 50), TKV_OK);
+        wrong_positions(kv, 0, 0, i + 50);
+        wrong_positions(kv, 0, 2, i);
+        CHECK_EQ(feed_at(kv, 0, 2, i, 50), TKV_OK);
+    }
+    CHECK_EQ(feed_at(kv, 0, 1, 200, 1), TKV_ERR_ARG); /* a layer that shares is never appended to */
+    CHECK_EQ(feed_at(kv, 0, 1, 0, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_layer_len(kv, 0, 1), 200);
+    CHECK_EQ(feed_at(kv, 0, 0, 200, 0), TKV_OK); /* no tokens: the position is checked all the same */
+    CHECK_EQ(feed_at(kv, 0, 0, 199, 0), TKV_ERR_RANGE);
+    CHECK_EQ(feed_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* said before what else is wrong */
+    CHECK_EQ(feed_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence */
+    wrong_positions(kv, 1, 0, 10);
+
+    CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* inside a step its own tokens count */
+    wrong_positions(kv, 0, 0, 200);
+    CHECK_EQ(feed_at(kv, 0, 0, 200, 5), TKV_OK);
+    wrong_positions(kv, 0, 0, 205);
+    CHECK_EQ(feed_at(kv, 0, 0, 205, 1), TKV_OK);
+    CHECK_EQ(tkv_abort(kv, 0), TKV_OK);
+    wrong_positions(kv, 0, 0, 200);
+
+    CHECK_EQ(tkv_truncate(kv, 0, 180), TKV_OK);
+    wrong_positions(kv, 0, 0, 180);
+    CHECK_EQ(feed_at(kv, 0, 0, 180, 20), TKV_OK);
+    reads_as(kv, 0, 0, 0, 140, 60, TKV_F32);
+    CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
+    wrong_positions(kv, 0, 0, 0);
+    CHECK_EQ(feed_at(kv, 0, 0, 0, 7), TKV_OK);
+    reads_as(kv, 0, 0, 0, 0, 7, TKV_F32);
+    whole(kv, "positions", 0);
+    tkv_destroy(kv);
+}
+
+TEST(positions_in_a_batch) {
+    tkv_config cfg = config(1, 3);
+    tkv_cache *kv = make(&cfg);
+    tkv_rows rows[3];
+    int positions[3] = {90, 40, 0}, i;
+    tkv_append_params a;
+    CHECK_EQ(feed_all(kv, 0, 0, 90, 50), TKV_OK);
+    CHECK_EQ(feed_all(kv, 2, 2, 40, 50), TKV_OK);
+    for (i = 0; i < 3; i++) {
+        rows[i].seq = i == 0 ? 0 : 3 - i; /* in another order than sequences have */
+        rows[i].n = 10;
+    }
+    a = batch_of(0, rows, 3);
+    a.positions = positions;
+    batch_rows(kv, 0, rows, 3);
+    for (i = 0; i < 3; i++) { /* one that is wrong refuses all */
+        const int right = positions[i];
+        picture before = picture_of(kv);
+        char word[60];
+        positions[i] = right + 1;
+        snprintf(word, sizeof word, "sequence %d, layer 0 holds %d tokens", rows[i].seq, right);
+        refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, word, &before);
+        before = picture_of(kv);
+        positions[i] = -1;
+        refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, "not -1", &before);
+        positions[i] = right;
+    }
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_RANGE); /* once */
+    for (i = 0; i < 3; i++) CHECK_EQ(tkv_layer_len(kv, rows[i].seq, 0), positions[i] + 10);
+    a.positions = NULL;
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
+    tkv_destroy(kv);
+}
+
 TEST(batch_over_many_pages) {
     enum { SEQS = 8 };
     purse p;
@@ -2394,6 +2503,8 @@ int main(int argc, char **argv) {
     RUN(sequences_are_independent);
     RUN(batch_equals_single_appends);
     RUN(batch_is_all_or_nothing);
+    RUN(positions_of_appends);
+    RUN(positions_in_a_batch);
     RUN(batch_over_many_pages);
     RUN(input_types_and_strides);
     RUN(nonfinite_and_overflow);
