@@ -176,7 +176,7 @@ extern "C" {
 #endif
 
 /* >>constants */
-#define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded, demoted and shared together */
+#define TKV_BLOCK_TOKENS 64 /* tokens in a block: what is encoded and demoted together */
 #define TKV_MAX_HEAD_DIM 256
 #define TKV_QUALITY_HEADS 64 /* most of cfg.quality_heads */
 #define TKV_NONE (-1)        /* in a length: this tier is off */
@@ -676,7 +676,8 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
  * untouched then. O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
-/* >>sequences. A sequence exists from its first append until its reset. */
+/* >>sequences. A sequence exists from its first append until its reset. Each has blocks of its own: no call shares
+ * blocks between sequences yet. */
 TKV_API int tkv_seq_len(const tkv_cache *kv, int seq); /* tokens that every layer holds; 0 for a bad seq */
 TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer); /* tokens appended to this layer */
 /* Empty again, an open step and a reservation too. O(blocks). */
@@ -760,7 +761,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
 TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out);
 
 typedef struct tkv_tier_bytes {
-    size_t tokens;   /* summed over layers; a block shared by sequences counts once */
+    size_t tokens;   /* summed over layers */
     size_t codes;    /* bytes that hold values (of the tokens present and of the room left in their blocks) */
     size_t metadata; /* scales and zeros */
 } tkv_tier_bytes;
@@ -779,8 +780,8 @@ typedef struct tkv_memory_info {
     double ratio_f32;       /* the same against plain F32 */
 } tkv_memory_info;
 TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exact to the byte. O(blocks) */
-/* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; shared blocks count
- * in full, tables, index and scratch belong to nobody. TKV_ERR_ARG for a layer without a cache. */
+/* The same for the blocks of one layer of one sequence: tiers, padding (slack), their sum; tables, index and scratch
+ * belong to nobody. TKV_ERR_ARG for a layer without a cache. */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
  * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
@@ -873,7 +874,7 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
  * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
  * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
- * are looser. A block that several sequences hold, and the tokens of a sequence's last append, are not recoded. In an
+ * are looser. The tokens of a sequence's last append are not recoded. In an
  * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
  * a refused append, too. cfg.parallel_for has work space that counts, so that levels may come earlier with it.
  * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
@@ -1383,8 +1384,8 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 
 /* >>rematerialization in a cache. Blocks behind the sinks can be dropped: their bytes are free, their place in the
  * index stays (40 bytes or so a block and layer), and nobody has them until the caller's model computes them again.
- * They go front to back, in all layers at once. The last two blocks of a layer, what is younger than hot_tokens and
- * what other sequences hold stay; what is outside RAM (cfg.spill) stays there. While a query would see dropped
+ * They go front to back, in all layers at once. The last two blocks of a layer and what is younger than hot_tokens
+ * stay; what is outside RAM (cfg.spill) stays there. While a query would see dropped
  * tokens, tkv_attend and tkv_read return TKV_ERR_NO_SOURCE and compute nothing; what lies behind the window does not
  * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
  * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
@@ -1458,7 +1459,7 @@ typedef struct tkv_promotion { /* zeroed, then what is asked for; layers may sha
  * O(tokens of the layer), and a fetch of each block that comes. */
 TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p);
 
-/* Walks every invariant: each block counted once per holder, no slot used twice, positions without gaps,
+/* Walks every invariant: each block in one list, no slot used twice, positions without gaps,
  * tiers in order and by age, bytes adding up. O(blocks). `reason` as in tkv_config_validate. */
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size);
 

@@ -6,7 +6,8 @@
  *   Do this in ONE C or C++ file:      #define TIEREDKV_IMPLEMENTATION
  *                                      #include "tieredkv.h"
  *   and in the others just:            #include "tieredkv.h"
- *   Build:                             cc -O2 program.c -lm      (no -m flags: x86 kernels are chosen at run time)
+ *   Build:                             cc -O2 program.c tieredkv.c -lm
+ *                                      (tieredkv.c: the two lines above. No -m flags: kernels are chosen at run time)
  *
  * WHAT IT IS
  *   A place for K and V of every layer, and the attention over them. Tokens arrive exact; when 64 of them are
@@ -40,7 +41,8 @@
  *
  * CONCEPTS
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ...
+ *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its own: no
+ *              call shares blocks yet
  *   head group the n_heads / n_kv_heads query heads that share a KV head
  *   block      64 consecutive tokens of one layer of one sequence, all KV heads: what is coded, moved, counted
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
