@@ -1,5 +1,5 @@
 /* tieredkv.h: generated from src/ by tools/amalgamate.py. Edit there, not here. */
-/* ======== doc.h ======== */
+/* ======== manual.h ======== */
 /* tieredkv.h - the key/value cache of a transformer in three tiers: recent tokens exact, older ones compressed,
  * attention computed directly on the compressed bytes. One header, libc and libm only. MIT licence, see LICENSE.
  *
@@ -59,12 +59,12 @@
  *   An append first moves what is due (a block whose newest token is hot_tokens old goes to warm, hot_tokens +
  *   warm_tokens old to the archive), then stores: a chunk is exact while its own queries run.
  *
- * BYTES (drawn in full at the parts that define them: tile.h, format_exact.h, format_kivi.h)
+ * BYTES (drawn in full at the parts that define them: core/tile.h, formats/exact.h, formats/kivi.h)
  *   exact      [token][channel] little-endian, channels padded to 16
  *   coded      tiles of 256 codes, 1 to 6 or 8 bits each; KIVI: fp16 scale and zero per group of 64 or 32;
- *              A and R: scales of one byte, channels in an order that the cache learned (format_a.h, format_r.h)
- *              INT, FP, SUBSPACE: [token][channel] codes, then scales (format_token.h, format_subspace.h)
- *              KVQUANT: [token][channel] codes, then slots for outliers (format_kvquant.h)
+ *              A and R: scales of one byte, channels in an order that the cache learned (formats/a.h, formats/r.h)
+ *              INT, FP, SUBSPACE: [token][channel] codes, then scales (formats/token.h, formats/subspace.h)
+ *              KVQUANT: [token][channel] codes, then slots for outliers (formats/kvquant.h)
  *   tkv_encode gives these bytes for one head's block; they are the same on every machine and instruction set
  *   (default floating-point flags), and decode to the same floats under any flags.
  *
@@ -321,7 +321,7 @@ typedef enum tkv_format {
     TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
     TKV_KIVI2,
     TKV_A40, /* K only: allocated bits per channel. Bits a value on average over a layer, metadata included: */
-    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (format_a.h) */
+    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (formats/a.h) */
     TKV_A30,
     TKV_A275,
     TKV_A25,
@@ -330,19 +330,19 @@ typedef enum tkv_format {
     TKV_A175,
     TKV_A15,
     TKV_R40, /* V only: rotated values, 4, 3, 2, 1.5, 1 bits on average over a layer, and */
-    /*   8 bits a token (format_r.h) */
+    /*   8 bits a token (formats/r.h) */
     TKV_R30,
     TKV_R20,
     TKV_R15,
     TKV_R10,
-    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (format_int.h) */
+    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (formats/int.h) */
     TKV_INT4,
-    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (format_float.h) */
+    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (formats/float.h) */
     TKV_FP8_E5M2,
     TKV_FP4,    /* E2M1 with the two scales of NVFP4: E4M3 per 16 channels, fp16 per token */
     TKV_SQUAT4, /* K only: KIVI4 and KIVI2 with errors turned away from the queries (SQuat, arXiv 2503.24358) */
     TKV_SQUAT2,
-    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (format_subspace.h) */
+    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (formats/subspace.h) */
     TKV_SUBSPACE2,
     TKV_KVQUANT4, /* levels by k-means, outliers apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
     TKV_KVQUANT3,
@@ -370,7 +370,7 @@ typedef enum tkv_fit {
 } tkv_fit;
 /* Bits of cfg.rotate: INT8, INT4, FP8 and FP4 code this side behind a randomised Hadamard rotation. */
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
-/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (format_kvquant.h). */
+/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
     TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; required where there is no cfg.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
@@ -538,12 +538,12 @@ typedef struct tkv_event {
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
 /* >>spill: a place outside RAM for old blocks, such as a file (examples/spill_file.h, to be copied); see
- * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within
- * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
- * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
- * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
- * drop are not, nor while one of these runs. Each part carries an XXH64, which is checked when it comes back. It finds
- * accidents (lost, damaged, exchanged parts). It does not stop someone who writes to the store on purpose. */
+ * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within tkv_spill_bytes;
+ * what is fetched is one of these parts, what lies between them never. All return 0 if they did all they were asked
+ * to. They are called from the call that needs them and must not call the cache. fetch and ahead may be called from
+ * several threads at once, as tkv_attend may be and by cfg.parallel_for; store and drop are not, nor while one of
+ * these runs. Each part carries an XXH64, which is checked when it comes back. It finds accidents (lost, damaged,
+ * exchanged parts). It does not stop someone who writes to the store on purpose. */
 typedef struct tkv_spill_config { /* store and fetch, or none of these */
     int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
@@ -756,7 +756,7 @@ typedef struct tkv_attend_params {
  * TKV_ERR_DATA (see tkv_spill); out untouched, TKV_ERR_NO_SOURCE: a query would see tokens that must be recomputed
  * (see tkv_remat_drop). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
- * folded into queries and weights, integer products on the codes: kernels.h. */
+ * folded into queries and weights, integer products on the codes: kernels/scalar.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
 
 /* The slow definition of the same: decodes every key and value, again for each row, and works in double. For
@@ -770,9 +770,9 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
- * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE
- * if a token is not held, TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v
- * untouched then. O(blocks + values). */
+ * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE if a token is not held,
+ * TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v untouched then.
+ * O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
 /* >>sequences. A sequence exists from its first append until its reset. Each has blocks of its own: no call shares
@@ -883,12 +883,12 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exa
  * belong to nobody. TKV_ERR_ARG for a layer without a cache. */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
- * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
- * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
- * next). With cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last
- * one with as few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat);
- * as many tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and
- * the cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
+ * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having grown
+ * for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the next). With
+ * cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last one with as
+ * few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat); as many
+ * tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and the
+ * cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
  * this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
@@ -959,10 +959,10 @@ TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as a
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
 
 /* >>budget. With cfg.budget_bytes a cache is exact until memory says otherwise. Everything that it holds counts: pages,
- * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in place
- * the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget, the
- * cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per append, as
- * many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
+ * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in
+ * place the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget,
+ * the cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per
+ * append, as many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
  *     0  everything exact                                3  the plan of the config (warm, then archive)
  *     1  8 bits behind hot_tokens                        4  archive A25 + R20
  *     2  4 bits behind hot_tokens                        5  archive A20 + R15
@@ -972,11 +972,11 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * has changed; only where an allocator or a store fails half-way, what made room until then stays.
  * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
  * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
- * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
- * are looser. The tokens of a sequence's last append are not recoded. In an
- * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
- * a refused append, too. cfg.parallel_for has work space that counts, so that levels may come earlier with it.
- * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
+ * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones are
+ * looser. The tokens of a sequence's last append are not recoded. In an open step blocks from before it may be, and
+ * an abort does not undo that; what has left every window may be dropped by a refused append, too. cfg.parallel_for
+ * has work space that counts, so that levels may come earlier with it. A cfg.ladder without a budget: the static plan
+ * of a level, cfg.policy.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
     int level, n_levels;
@@ -1162,9 +1162,9 @@ TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model
 TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
                                        tkv_threshold *out);
 /* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
- * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether two
- * models are alike the caller must know: an equal shape does not show it, so nothing is ever found under
- * another name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+ * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether
+ * two models are alike the caller must know: an equal shape does not show it, so nothing is ever found under another
+ * name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount);
 
@@ -1189,10 +1189,10 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
                                        size_t size, char *reason, size_t reason_size);
 
 /* >>what to keep. Rules for importance, eviction and recomputation, as pure functions and small structs of the
- * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and allocate
- * nothing. Everything is decided alike on every machine but for the rounding of scores;
- * of equal tokens the older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask
- * are bit i % 64 of word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
+ * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and
+ * allocate nothing. Everything is decided alike on every machine but for the rounding of scores; of equal tokens the
+ * older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask are bit i % 64 of
+ * word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
  *
  * Importance of a token at step `now`, from the attention it got and from its age:
  *     attention * A(now) + recency * e^(-(now - position) / tau)
@@ -1221,8 +1221,8 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
  * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
 /* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
- * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to be
- * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+ * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to
+ * be anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
 
@@ -1242,13 +1242,13 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
  * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns.
- * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate. What
- * happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0: the
- * strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries begin
- * anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every.
- * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
- * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
- * brings something.
+ * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate.
+ * What happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0:
+ * the strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries
+ * begin anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every. The output of
+ * tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys for what is
+ * sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings
+ * something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
@@ -1267,8 +1267,9 @@ typedef struct tkv_ranked {
 } tkv_ranked;
 /* The k most important tokens of a layer, best first, of equal ones the older first; *count is k, or as many as there
  * are. protect: 1 leaves out what eviction protects, positions below evict.sink_tokens and the newest
- * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up to
- * k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are faster. */
+ * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up
+ * to k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are
+ * faster. */
 TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                   int *count);
 
@@ -1296,7 +1297,7 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 
 /* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
  * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
- * evict.h. */
+ * rules/evict.h. */
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
 
@@ -1377,15 +1378,15 @@ typedef struct tkv_evict_budget {
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
- * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
- * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
- * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
- * only if all resorts together do not make room for it ("keydiff", "user", "knorm" with cfg.importance_every, and any
- * with cfg.n_anchors may be refused some blocks before: who goes depends on what is compressed until then; with
- * anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come when tokens have gone: index
- * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
- * heads as one.
+ * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or
+ * comes with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come
+ * first, dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in rules/evict.h) and 64; down to that, an append gets
+ * TKV_ERR_BUDGET only if all resorts together do not make room for it ("keydiff", "user", "knorm" with
+ * cfg.importance_every, and any with cfg.n_anchors may be refused some blocks before: who goes depends on what is
+ * compressed until then; with anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come
+ * when tokens have gone: index and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by
+ * tkv_importance_of. Policies see a layer's heads as one.
  *
  * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
  * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
@@ -1469,11 +1470,11 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
 /* The formula; layers 0: all. -1: a number is out of range. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
 /* What to do with blocks (n, oldest first, all that there are) so that `need` bytes become free, now being the position
- * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below the
- * threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance that it
- * is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not enough
- * more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no block that
- * costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
+ * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below
+ * the threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance
+ * that it is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not
+ * enough more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no
+ * block that costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
 TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
                                     float pressure, size_t need, tkv_remat_action *action, size_t *freed);
 /* How many of the dropped blocks, front to back, may be recomputed at this step (a number that does not fall); what
@@ -1489,11 +1490,11 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
  * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
  *
- * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict: blocks
- * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
- * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
- * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
- * batch, or each in a step of its own. */
+ * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict:
+ * blocks of sequences other than the one that needs room, none in a step, the one used longest ago first (its last
+ * append, reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one
+ * that runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as
+ * one batch, or each in a step of its own. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */
@@ -1503,11 +1504,11 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
 /* K and V of tokens start .. start+n-1 of a layer, in the shapes of tkv_append and as they were appended. Of these the
  * layer takes what it lacks, which must be whole blocks, the first of those that it lacks; any run that begins where
  * tkv_remat_missing says and ends a multiple of TKV_BLOCK_TOKENS later (or at its end) is right, while no token was
- * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where a
- * budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries changed.
- * They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what making room
- * tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a part of a
- * block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where
+ * a budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries
+ * changed. They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what
+ * making room tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a
+ * part of a block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
  * TKV_ERR_ARG. Cost: an append of n tokens, and one or two codings of each block. */
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
                                   const float *v, int n);
@@ -1518,19 +1519,19 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
                                   int start, int n);
 /* Brings back what is missing, front to back, one call of compute for each run, as many blocks as tkv_remat_restore
  * says that r has FLOPs for in this step (a number that does not fall). *missing (may be NULL): positions that are
- * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what compute
- * returned. What was given before an error stays. */
+ * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what
+ * compute returned. What was given before an error stays. */
 TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                  void *user, int *missing);
 /* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
- * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
- * many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
+ * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is
+ * how many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
 /* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
  * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
  * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
- * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
- * little room, or a number is none), TKV_ERR_STATE in an open step. */
+ * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG
+ * (too little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed);
@@ -1623,7 +1624,8 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
  * with a brace). Keys are the names of the fields: n_layers, rope.dim, layers[3].window (of layers 0 to 5:
  * layers[0-5].window). Lengths can be none and all, switches false and true, formats a30/r20 or, for both sides, one
  * name; bits are names with + between them, as fit = clip+norm. `preset` is a name for tkv_config_preset: it counts
- * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out. */
+ * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out.
+ * */
 /* Memory of the caller's for what a config points to; it must live as long as that is used. */
 typedef struct tkv_config_room {
     tkv_layer_config *layers;
@@ -1635,14 +1637,14 @@ typedef struct tkv_config_room {
 } tkv_config_room;
 /* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers
  * or levels, which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key
- * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they
- * were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+ * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as
+ * they were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
 TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
- * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL asks
- * for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no such
- * format). */
+ * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL
+ * asks for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no
+ * such format). */
 TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
 /* The same of a policy: threshold (a list), hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile)
  * in the place of `preset`. */
@@ -1658,9 +1660,9 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
- * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
- * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
- * and needed as in tkv_config_print. O(blocks), twice. */
+ * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null:
+ * a layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf,
+ * size and needed as in tkv_config_print. O(blocks), twice. */
 TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
 /* The same figures in Prometheus' text format, version 0.0.4. labels (NULL: none) go to every line: name=value,
  * name=value; values are UTF-8, escaped here, a comma or backslash in one stands after a backslash. TKV_ERR_ARG: bad
@@ -1700,9 +1702,9 @@ extern char tkvi_same_prefix[TKV_NAME_(must_be_the_TKV_PREFIX_of_the_first_inclu
 #endif
 extern "C" {
 #endif
-/* ======== base.h ======== */
+/* ======== core/base.h ======== */
 /*
- * base.h - what everything else stands on: bits of floats, half floats, rounding, checked sizes, memory,
+ * core/base.h - what everything else stands on: bits of floats, half floats, rounding, checked sizes, memory,
  * short texts without stdio. May call libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
  *
  * The header is compiled with other people's flags. So: NaN and infinity are told by their bits
@@ -1710,8 +1712,8 @@ extern "C" {
  * are loaded one by one (alignment, aliasing, endianness), and where x87 keeps excess precision each
  * float operation that decides a stored byte is rounded by tkvi_f32.
  */
-#ifndef TKVI_BASE_H
-#define TKVI_BASE_H
+#ifndef TKVI_CORE_BASE_H
+#define TKVI_CORE_BASE_H
 
 
 #include <float.h>
@@ -2033,17 +2035,17 @@ static void tkvi_unlock(int *lock) {
 #endif
 }
 
-#endif /* TKVI_BASE_H */
-/* ======== checksum.h ======== */
+#endif /* TKVI_CORE_BASE_H */
+/* ======== core/checksum.h ======== */
 /*
- * checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a for
+ * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a for
  * calibrations and threshold texts of version 1. May call base.
  *
- * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an attacker
- * who can write to the store, because anyone can compute them.
+ * Both protect against accidents: failing media, truncated files, mixed-up blocks. Neither protects against an
+ * attacker who can write to the store, because anyone can compute them.
  */
-#ifndef TKVI_CHECKSUM_H
-#define TKVI_CHECKSUM_H
+#ifndef TKVI_CORE_CHECKSUM_H
+#define TKVI_CORE_CHECKSUM_H
 
 
 /* >>FNV-1a, 64 bits */
@@ -2113,10 +2115,10 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
     return sum ^ sum >> 32;
 }
 
-#endif /* TKVI_CHECKSUM_H */
-/* ======== logscale.h ======== */
+#endif /* TKVI_CORE_CHECKSUM_H */
+/* ======== core/log_scale.h ======== */
 /*
- * logscale.h - scales in one byte: 16 steps to the octave, 16 octaves, and zero.
+ * core/log_scale.h - scales in one byte: 16 steps to the octave, 16 octaves, and zero.
  *
  *   code 0: 0;  code 1 + i: m[i % 16] / 1024 * 2^(top - 16 + i / 16)      i = 0 .. 254
  *
@@ -2128,8 +2130,8 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
  * owner's: it puts the window where a head's scales are. Nothing here calls log or exp: bits are compared and
  * composed, the same on every machine. May call base.
  */
-#ifndef TKVI_LOGSCALE_H
-#define TKVI_LOGSCALE_H
+#ifndef TKVI_CORE_LOG_SCALE_H
+#define TKVI_CORE_LOG_SCALE_H
 
 
 #define TKVI_LOG_TOP 96      /* tops are -96 .. 96 */
@@ -2167,10 +2169,10 @@ static int tkvi_log_top(float most) {
     return top < -TKVI_LOG_TOP ? -TKVI_LOG_TOP : top > TKVI_LOG_TOP ? TKVI_LOG_TOP : top;
 }
 
-#endif /* TKVI_LOGSCALE_H */
-/* ======== rotate.h ======== */
+#endif /* TKVI_CORE_LOG_SCALE_H */
+/* ======== core/rotate.h ======== */
 /*
- * rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
+ * core/rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
  * section 3; the signs are a constant of the format). After it, the channels of a vector look Gaussian and alike,
  * whatever they were, and one grid fits them all. It is orthonormal: q.k and the norm of v stay as they are.
  *
@@ -2181,8 +2183,8 @@ static int tkvi_log_top(float most) {
  *
  * Only sums, and one product with nothing added to it, so FMA changes no bit. May call base.
  */
-#ifndef TKVI_ROTATE_H
-#define TKVI_ROTATE_H
+#ifndef TKVI_CORE_ROTATE_H
+#define TKVI_CORE_ROTATE_H
 
 
 /* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
@@ -2241,10 +2243,10 @@ static void tkvi_rotate_back(float *x, int dim) {
     tkvi_flip(x, dim);
 }
 
-#endif /* TKVI_ROTATE_H */
-/* ======== rope.h ======== */
+#endif /* TKVI_CORE_ROTATE_H */
+/* ======== core/rope.h ======== */
 /*
- * rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
+ * core/rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
  * 2104.09864, section 3.2). For formats that code keys as they were before it. May call base.
  *
  * Pair j of a head's channels turns by frequency[j] radians with each position:
@@ -2258,8 +2260,8 @@ static void tkvi_rotate_back(float *x, int dim) {
  * bit: no pow, no libm.
  * Products and their sums are made in different functions: no compiler fuses them.
  */
-#ifndef TKVI_ROPE_H
-#define TKVI_ROPE_H
+#ifndef TKVI_CORE_ROPE_H
+#define TKVI_CORE_ROPE_H
 
 
 /* >>frequencies, in turns of 2^64 a position */
@@ -2418,10 +2420,10 @@ static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, fl
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
-#endif /* TKVI_ROPE_H */
-/* ======== tile.h ======== */
+#endif /* TKVI_CORE_ROPE_H */
+/* ======== core/tile.h ======== */
 /*
- * tile.h - the unit that is packed, unpacked and multiplied: 256 codes of 1 to 6 or 8 bits.
+ * core/tile.h - the unit that is packed, unpacked and multiplied: 256 codes of 1 to 6 or 8 bits.
  *
  * Scalar definition; the vector kernels read the same bytes. Calls nothing but base.
  *
@@ -2448,8 +2450,8 @@ static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, fl
  *
  *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
  */
-#ifndef TKVI_TILE_H
-#define TKVI_TILE_H
+#ifndef TKVI_CORE_TILE_H
+#define TKVI_CORE_TILE_H
 
 
 #define TKVI_TILE_CODES 256
@@ -2581,10 +2583,10 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
     tkvi_unpack_part(codes, at, width, code, 0, 64);
 }
 
-#endif /* TKVI_TILE_H */
-/* ======== minifloat.h ======== */
+#endif /* TKVI_CORE_TILE_H */
+/* ======== core/minifloat.h ======== */
 /*
- * minifloat.h - floats of 4 and 8 bits: E2M1, E4M3, E5M2 (OCP 8-bit Floating Point 1.0; OCP Microscaling
+ * core/minifloat.h - floats of 4 and 8 bits: E2M1, E4M3, E5M2 (OCP 8-bit Floating Point 1.0; OCP Microscaling
  * Formats 1.0, section 5.3), rounded half to even by their bits, saturating.
  *
  *   | sign | exponent e | mantissa of m bits |
@@ -2594,8 +2596,8 @@ static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int w
  * fp16 scale beside them stays far from its subnormals. What OCP calls NaN or infinity is never written, and
  * reads as the number that the bits would spell. Zero has one code. May call base.
  */
-#ifndef TKVI_MINIFLOAT_H
-#define TKVI_MINIFLOAT_H
+#ifndef TKVI_CORE_MINIFLOAT_H
+#define TKVI_CORE_MINIFLOAT_H
 
 
 typedef struct tkvi_minifloat {
@@ -2645,10 +2647,10 @@ static float tkvi_e5m2_level(int code) { return tkvi_mini_level(&tkvi_e5m2, code
 
 static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
 
-#endif /* TKVI_MINIFLOAT_H */
-/* ======== fit.h ======== */
+#endif /* TKVI_CORE_MINIFLOAT_H */
+/* ======== core/fit.h ======== */
 /*
- * fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
+ * core/fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
  * knows: bytes and decoding are those of KIVI.
  *
  *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
@@ -2663,8 +2665,8 @@ static int tkvi_e5m2_code(float x) { return tkvi_mini_code(&tkvi_e5m2, x); }
  * Values are cut to 12 bits between minimum and maximum; from then on sums are integers, the same on every
  * machine in any order. May call base.
  */
-#ifndef TKVI_FIT_H
-#define TKVI_FIT_H
+#ifndef TKVI_CORE_FIT_H
+#define TKVI_CORE_FIT_H
 
 
 #define TKVI_STEPS 4096 /* of a range, between its minimum and its maximum */
@@ -2796,10 +2798,10 @@ static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased,
     tkvi_moments_of(g, sum_c, sum_cc, sum_cu, unbiased, scale_at, zero_at);
 }
 
-#endif /* TKVI_FIT_H */
-/* ======== codebook.h ======== */
+#endif /* TKVI_CORE_FIT_H */
+/* ======== core/codebook.h ======== */
 /*
- * codebook.h - levels for values between -1 and 1 that lie where the values are: weighted k-means in one
+ * core/codebook.h - levels for values between -1 and 1 that lie where the values are: weighted k-means in one
  * dimension (KVQuant, arXiv 2401.18079, section 3.2), from a histogram. May call base and fit.
  *
  * All sums are whole numbers, so that everybody finds the same levels. A histogram of 2048 bins is as good as
@@ -2813,8 +2815,8 @@ static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased,
  * with mean m1 and deviation s1 of the values, m2 and s2 of what they become, all with the weights of
  * k-means.
  */
-#ifndef TKVI_CODEBOOK_H
-#define TKVI_CODEBOOK_H
+#ifndef TKVI_CORE_CODEBOOK_H
+#define TKVI_CORE_CODEBOOK_H
 
 
 #define TKVI_BOOK_BINS 2048
@@ -2958,10 +2960,10 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
     tkvi_book_norm(count, sum, n, level, book);
 }
 
-#endif /* TKVI_CODEBOOK_H */
-/* ======== allocate.h ======== */
+#endif /* TKVI_CORE_CODEBOOK_H */
+/* ======== core/allocate.h ======== */
 /*
- * allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
+ * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
  *
  * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
  * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of that,
@@ -2974,8 +2976,8 @@ static void tkvi_book_make(int64_t *count, int bits, int uniform, tkvi_book *boo
  *
  * bench/QUALITY.md has what each of the two is worth. May call tile and base.
  */
-#ifndef TKVI_ALLOCATE_H
-#define TKVI_ALLOCATE_H
+#ifndef TKVI_CORE_ALLOCATE_H
+#define TKVI_CORE_ALLOCATE_H
 
 
 /* What is known of one KV head. */
@@ -3132,27 +3134,27 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
     return quarters < 8 && pad / 16 % 2 ? bytes + heads * 64 : bytes;
 }
 
-#endif /* TKVI_ALLOCATE_H */
-/* ======== format.h ======== */
+#endif /* TKVI_CORE_ALLOCATE_H */
+/* ======== core/format.h ======== */
 /*
- * format.h - what a format is: how one side (K or V) of one head's block becomes bytes.
+ * core/format.h - what a format is: how one side (K or V) of one head's block becomes bytes.
  *
  * To add a format:
  *   1. write its scalar code in a file format_NAME.h: the functions of tkvi_codec (below) for each side
  *      it can store, with the bytes drawn at the top;
- *   2. add its name to tkv_format in api.h and one line to the table in format_table.h.
- * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A
- * format whose codes are tiles (tile.h) runs on the integer kernels of every instruction set as it is,
- * whatever its widths, channel order and level table; only `meta` is its own. One that is stored as
- * TKVI_AS_DECODED needs layout, encode and decode and nothing more: attention decodes 16 tokens at a time; on x86
- * those with rows of codes and a table of levels can be read by vectors, if decode_x86.h knows where they are. If each
- * token has a grid and a scale, format_token.h has all three.
+ *   2. add its name to tkv_format in api.h and one line to the table in formats/table.h.
+ * Nothing else has to know it: sizes, demotion, reading, attention and the tests go through the table. A format whose
+ * codes are tiles (core/tile.h) runs on the integer kernels of every instruction set as it is, whatever its widths,
+ * channel order and level table; only `meta` is its own. One that is stored as TKVI_AS_DECODED needs layout, encode
+ * and decode and nothing more: attention decodes 16 tokens at a time; on x86 those with rows of codes and a table of
+ * levels can be read by vectors, if kernels/decode_x86.h knows where they are. If each token has a grid and a scale,
+ * formats/token.h has all three.
  *
  * A side in memory: codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K
  * side, then the V side, of one head. May call tile and base.
  */
-#ifndef TKVI_FORMAT_H
-#define TKVI_FORMAT_H
+#ifndef TKVI_CORE_FORMAT_H
+#define TKVI_CORE_FORMAT_H
 
 
 #define TKVI_BLOCK TKV_BLOCK_TOKENS
@@ -3172,23 +3174,23 @@ typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helper
 typedef struct tkvi_helpers {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
-    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* logscale.h */
+    void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
     /* dst = scale * unit * (offset - middle) + mean; the product is exact. offset: signed bytes */
     void (*zeros)(const uint8_t *offset, const float *scale, const float *mean, float unit, int middle, int n,
                   float *dst);
-    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* logscale.h */
-    /* Encoding. A tile's codes to its bytes, which were cleared (tile.h); a tile of K from its columns. */
+    void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
+    /* Encoding. A tile's codes to its bytes, which were cleared (core/tile.h); a tile of K from its columns. */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
     void (*weave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
-    /* Codes, then metadata of 16 columns of K (format_a.h); codes and scales of V (format_r.h). */
+    /* Codes, then metadata of 16 columns of K (formats/a.h); codes and scales of V (formats/r.h). */
     void (*columns)(struct tkvi_columns *c);
     void (*settle)(struct tkvi_columns *c, int top);
     void (*tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], float *scale);
-    /* Codes and metadata of KIVI (format_kivi.h). */
+    /* Codes and metadata of KIVI (formats/kivi.h). */
     void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder tiles; /* a side of tiles (format_tiles.h) */
+    tkvi_decoder tiles; /* a side of tiles (formats/tiles.h) */
 } tkvi_helpers;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -3286,12 +3288,12 @@ typedef struct tkvi_format {
     const char *name;
     int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
     tkvi_storage stored; /* how, and so by which kernel it is read */
-    int shared;          /* 1: the heads of a layer share its bytes, by what learn.h learns */
-    int rotated;         /* 1: attention on it happens behind the rotation of rotate.h */
+    int shared;          /* 1: the heads of a layer share its bytes, by what learn/statistics.h learns */
+    int rotated;         /* 1: attention on it happens behind the rotation of core/rotate.h */
     tkvi_codec side[2];  /* TKV_K, TKV_V; without functions: this format does not store that side */
 } tkvi_format;
 
-/* What a layer's table says of one head's side (learn.h). A side without one takes equal shares. */
+/* What a layer's table says of one head's side (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
     tkvi_runs runs;       /* K: tiles by width */
     int half_bits;        /* V: of each value, in half bits */
@@ -3327,17 +3329,17 @@ typedef struct tkvi_side {
     int8_t pairs;     /* V: 1: a tile of 16 lanes holds 32 channels; levels has 16 more for the upper half */
     int8_t given, half_bits; /* 1: a share set runs or half_bits; V: see tkvi_share */
     int16_t top;             /* the same */
-    int8_t fit;              /* KIVI: see fit.h */
-    int8_t rotate, center;   /* format_token.h */
-    int8_t parts;            /* format_subspace.h */
-    int8_t feedback_unit;    /* SQuat: channels coded together (format_squat.h) */
+    int8_t fit;              /* KIVI: see core/fit.h */
+    int8_t rotate, center;   /* formats/token.h */
+    int8_t parts;            /* formats/subspace.h */
+    int8_t feedback_unit;    /* SQuat: channels coded together (formats/squat.h) */
     int8_t kvquant, tabled,
-        slots;            /* format_kvquant.h: options; 1: of a cache, with a table; outliers of a token */
+        slots;            /* formats/kvquant.h: options; 1: of a cache, with a table; outliers of a token */
     int32_t start;        /* the same: of the block that is encoded */
     const uint8_t *order; /* K: channel at each position, `pad` of them; NULL: as they come */
     const float *mean;    /* K: see tkvi_share */
     const int8_t *levels; /* of V: 16 levels of -127..127 by code (widths up to 4); NULL: the code itself */
-    const struct tkvi_grid *grid; /* format_token.h */
+    const struct tkvi_grid *grid; /* formats/token.h */
     const uint16_t
         *feedback; /* SQuat: what errors do to later channels; NULL: nothing is known of the queries */
     const struct tkvi_kvquant *table; /* KVQUANT: from the layer's table */
@@ -3409,24 +3411,24 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
-/* What tkvi_decode_side in format_table.h gives, by `help`. */
+/* What tkvi_decode_side in formats/table.h gives, by `help`. */
 static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
     s->format->side[s->which].decode(s, help, src, first, n, x, stride);
 }
 
-#endif /* TKVI_FORMAT_H */
-/* ======== format_exact.h ======== */
+#endif /* TKVI_CORE_FORMAT_H */
+/* ======== formats/exact.h ======== */
 /*
- * format_exact.h - F32, F16, BF16: tokens as they came. The hot tier, the sinks, and whole exact caches.
+ * formats/exact.h - F32, F16, BF16: tokens as they came. The hot tier, the sinks, and whole exact caches.
  *
  *   K and V: [token][channel], channels padded to 16 with zeros, values little-endian, no metadata
  *
  * Rows, so that an append is one contiguous write, a cut is a smaller count, and a side can have room for
  * fewer than 64 tokens (side->tokens): that of the sinks has just theirs.
  */
-#ifndef TKVI_FORMAT_EXACT_H
-#define TKVI_FORMAT_EXACT_H
+#ifndef TKVI_FORMATS_EXACT_H
+#define TKVI_FORMATS_EXACT_H
 
 
 static void tkvi_exact_layout(tkvi_side *s) {
@@ -3499,14 +3501,14 @@ TKVI_EXACT_CODEC_(f16, 2)
 TKVI_EXACT_CODEC_(bf16, 2)
 #undef TKVI_EXACT_CODEC_
 
-#endif /* TKVI_FORMAT_EXACT_H */
-/* ======== format_tiles.h ======== */
+#endif /* TKVI_FORMATS_EXACT_H */
+/* ======== formats/tiles.h ======== */
 /*
- * format_tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
- * Calls format.h.
+ * formats/tiles.h - what all formats made of tiles share: codes to tiles and back, decoding through `meta`.
+ * Calls core/format.h.
  */
-#ifndef TKVI_FORMAT_TILES_H
-#define TKVI_FORMAT_TILES_H
+#ifndef TKVI_FORMATS_TILES_H
+#define TKVI_FORMATS_TILES_H
 
 
 /* Level of a code; `upper`: of the second channel of a pair. */
@@ -3628,10 +3630,10 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, cons
     help->tiles(s, help, src, first, n, x, stride);
 }
 
-#endif /* TKVI_FORMAT_TILES_H */
-/* ======== format_kivi.h ======== */
+#endif /* TKVI_FORMATS_TILES_H */
+/* ======== formats/kivi.h ======== */
 /*
- * format_kivi.h - Q8, KIVI4, KIVI3, KIVI2: asymmetric min/max in groups.
+ * formats/kivi.h - Q8, KIVI4, KIVI3, KIVI2: asymmetric min/max in groups.
  * KIVI (arXiv 2402.02750, section 3): K per channel, groups of 64 or 32 tokens; V per token, groups of 64 or
  * 32 channels (the last one of a token may be shorter). Scale and zero are fp16, the zero is the real minimum.
  *
@@ -3640,15 +3642,15 @@ static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, cons
  *
  * scale * code is exact in a float (11 + 8 bits), so the decoded value has one rounding and is the same with
  * and without FMA. A flat group has scale 0 and decodes to its fp16 value. Values saturate at +-65504. cfg.fit
- * chooses other scales and zeros (fit.h).
+ * chooses other scales and zeros (core/fit.h).
  *
- * Bytes of one side (tiles as in tile.h, all of one width):
+ * Bytes of one side (tiles as in core/tile.h, all of one width):
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
  *   V: | tiles | scale fp16 [group][64 tokens]    | zero fp16 [group][64 tokens]    |   groups = ceil(dim / group)
  * 4 bits in groups of 64: 4.5 bits a value; 2 bits: 2.5; with groups of 32: 5 and 3.
  */
-#ifndef TKVI_FORMAT_KIVI_H
-#define TKVI_FORMAT_KIVI_H
+#ifndef TKVI_FORMATS_KIVI_H
+#define TKVI_FORMATS_KIVI_H
 
 
 /* Stores scale and zero of codes up to `top`; gives both as they are read. */
@@ -3763,13 +3765,13 @@ static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_
     tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
 }
 
-#endif /* TKVI_FORMAT_KIVI_H */
-/* ======== format_squat.h ======== */
+#endif /* TKVI_FORMATS_KIVI_H */
+/* ======== formats/squat.h ======== */
 /*
- * format_squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
+ * formats/squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
  * 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
  *
- *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (metric.h)
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (learn/squat_queries.h)
  *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
  *         later channels += U e             U = - P_ff^-1 P_fb   f: the later ones, b: these
  *
@@ -3784,8 +3786,8 @@ static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_
  * the sums of them are made in different functions, so that no compiler fuses them: U is the same on every
  * machine, too. May call KIVI.
  */
-#ifndef TKVI_FORMAT_SQUAT_H
-#define TKVI_FORMAT_SQUAT_H
+#ifndef TKVI_FORMATS_SQUAT_H
+#define TKVI_FORMATS_SQUAT_H
 
 
 #define TKVI_SQUAT_ETA 5.0
@@ -3899,14 +3901,14 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     tkvi_pack(s, help, code, dst);
 }
 
-#endif /* TKVI_FORMAT_SQUAT_H */
-/* ======== format_subspace.h ======== */
+#endif /* TKVI_FORMATS_SQUAT_H */
+/* ======== formats/subspace.h ======== */
 /*
- * format_subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
- * (format_squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
+ * (formats/squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
  * coordinates, each part with its own minimum and maximum.
  *
- *     y = rotate(x)  (rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
+ *     y = rotate(x)  (core/rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
  *
  * Those caches want a learned basis. This one is data-free: it makes the parts alike, which is what a learned
  * basis is multiplied with anyway where it works best (OSCAR, arXiv 2605.17757). Groups are coded as KIVI's
@@ -3917,8 +3919,8 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, cons
  * [64][parts] | Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes
  * (TKVI_AS_DECODED).
  */
-#ifndef TKVI_FORMAT_SUBSPACE_H
-#define TKVI_FORMAT_SUBSPACE_H
+#ifndef TKVI_FORMATS_SUBSPACE_H
+#define TKVI_FORMATS_SUBSPACE_H
 
 
 static void tkvi_subspace_layout(tkvi_side *s) {
@@ -3971,19 +3973,19 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, c
     }
 }
 
-#endif /* TKVI_FORMAT_SUBSPACE_H */
-/* ======== format_a.h ======== */
+#endif /* TKVI_FORMATS_SUBSPACE_H */
+/* ======== formats/a.h ======== */
 /*
- * format_a.h - A40 .. A15, allocated keys: bits where the queries look.
+ * formats/a.h - A40 .. A15, allocated keys: bits where the queries look.
  *
  * KIVI gives each channel of K as many bits as the next. Here the channels of a head stand in the order of
- * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (allocate.h shares them out), so that the
+ * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (core/allocate.h shares them out), so that the
  * average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
  * Theory, 10.3.3. Per channel and block of 64 tokens there are 16 bits of metadata:
  *
  *     x^ = scale * (code - middle + offset / unit) + mean      middle = (2^bits - 1) / 2
  *
- *   scale   one byte (logscale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
+ *   scale   one byte (core/log_scale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
  *   mean    static, of the channel, in the table: not in the block. Large biases of keys (Qwen2) end here.
  *   A channel without bits has its block mean as fp16 in the same 16 bits.
  *
@@ -4011,12 +4013,12 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, c
  *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
  *      and the offset of step 4, cut to +-127. A scale that is 0 even so divides to an infinity
  * Tokens that are not there and positions without a channel have code 0, and the latter metadata of zeros. Without
- * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (allocate.h).
+ * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (core/allocate.h).
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
  */
-#ifndef TKVI_FORMAT_A_H
-#define TKVI_FORMAT_A_H
+#ifndef TKVI_FORMATS_A_H
+#define TKVI_FORMATS_A_H
 
 
 /* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
@@ -4304,25 +4306,25 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
     }
 }
 
-#endif /* TKVI_FORMAT_A_H */
-/* ======== format_r.h ======== */
+#endif /* TKVI_FORMATS_A_H */
+/* ======== formats/r.h ======== */
 /*
- * format_r.h - R40 R30 R20 R15 R10, rotated values: a randomised Hadamard rotation makes the channels of a value look
- * Gaussian and alike (rotate.h), so one grid and one scale per token do.
+ * formats/r.h - R40 R30 R20 R15 R10, rotated values: a randomised Hadamard rotation makes the channels of a value
+ * look Gaussian and alike (core/rotate.h), so one grid and one scale per token do.
  *
  *   x^ = scale * (code - (2^bits - 1) / 2)     whole bits: uniform grid, step best for a Gaussian
  *   x^ = scale * level[code], two channels     R15: 3 bits for a pair of channels, 8 points in the plane
  *
  * Max (IRE Trans. IT 6, 1960) for the steps; the eight points are the Lloyd-Max quantizer of a Gaussian pair
  * (mean square error .201 of the variance; the two-bit grid has .119). The scale is that of an unbiased norm:
- * |y|^2 / <y, grid point>, one logarithmic byte (logscale.h), 0 for a token of zeros. Attention sums up rotated
+ * |y|^2 / <y, grid point>, one logarithmic byte (core/log_scale.h), 0 for a token of zeros. Attention sums up rotated
  * values and turns the sum back, once per head.
  *
- * The heads of a layer share its bits (allocate.h): the number in the name is the average. All after the rotation is
- * in integers (12 bits of a token's largest value).
+ * The heads of a layer share its bits (core/allocate.h): the number in the name is the average. All after the
+ * rotation is in integers (12 bits of a token's largest value).
  *
  * Step by step, of one token, floats unless they are integers, each operation rounded:
- *   1. y = x, cut to +-1e30, rotated (rotate.h); most = its largest |y|, at most 1e30. Not above 1e-30:
+ *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. Not above 1e-30:
  *      scale and codes are 0
  *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
  *   3. unit = 1 / sqrt(squares / head_dim)
@@ -4338,8 +4340,8 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
  *
  * Bytes: | tiles | scale, a byte per token [64] |     2 bits: 2.125 a value at head_dim 64
  */
-#ifndef TKVI_FORMAT_R_H
-#define TKVI_FORMAT_R_H
+#ifndef TKVI_FORMATS_R_H
+#define TKVI_FORMATS_R_H
 
 
 #define TKVI_R_MOST 2047 /* a token's largest value as an integer */
@@ -4508,19 +4510,19 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
     }
 }
 
-#endif /* TKVI_FORMAT_R_H */
-/* ======== format_kvquant.h ======== */
+#endif /* TKVI_FORMATS_R_H */
+/* ======== formats/kvquant.h ======== */
 /*
- * format_kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
+ * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
  * values are, one set for all keys of a layer and one for its values, and a slot for the few values that lie
  * far out.
  *
  *     x^ = radius * level[code] + middle + outlier
  *
- * with a radius and a middle for each channel of K, static, learned (kvquant.h), and for each token of V, from
- * what is left without its outliers.
+ * with a radius and a middle for each channel of K, static, learned (learn/kvquant_tables.h), and for each token of
+ * V, from what is left without its outliers.
  *
- * Keys are coded as they were before RoPE: the encoder turns them back (rope.h; cfg.rope, the block's start)
+ * Keys are coded as they were before RoPE: the encoder turns them back (core/rope.h; cfg.rope, the block's start)
  * and decoding turns them on again, so that nobody else has to know. One place in a hundred of a token,
  * rounded up, is a slot for an outlier: its channel, and what its dense value lacks. Slots are always read,
  * those that are free hold 0.
@@ -4532,22 +4534,22 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
  * and its own slots: 32 bits per token and head in fp16, and shorter indices.
  *
  * Options (cfg.kvquant): POST_ROPE codes keys as they come; UNIFORM has evenly spaced levels; NORM decodes to
- * levels that keep the variance (Q-Norm, codebook.h); DENSE has no slots, and ranges hold every value.
+ * levels that keep the variance (Q-Norm, core/codebook.h); DENSE has no slots, and ranges hold every value.
  *
  * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
  * A row has the channels' codes, low bits first, and fills up its last byte.
  * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
  * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
- * Attention decodes (TKVI_AS_DECODED; on x86 by decode_x86.h).
+ * Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
  */
-#ifndef TKVI_FORMAT_KVQUANT_H
-#define TKVI_FORMAT_KVQUANT_H
+#ifndef TKVI_FORMATS_KVQUANT_H
+#define TKVI_FORMATS_KVQUANT_H
 
 
 #define TKVI_KVQUANT_SLOTS 3 /* at most: of 256 channels */
 
-/* What a layer's table says: of both sides, and of each channel of K (kvquant.h). */
+/* What a layer's table says: of both sides, and of each channel of K (learn/kvquant_tables.h). */
 typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
@@ -4829,17 +4831,17 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, 
     }
 }
 
-#endif /* TKVI_FORMAT_KVQUANT_H */
-/* ======== format_token.h ======== */
+#endif /* TKVI_FORMATS_KVQUANT_H */
+/* ======== formats/token.h ======== */
 /*
- * format_token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
+ * formats/token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
  * INT4, FP8 and FP4 share. A format is a grid (below) and a line in the table.
  *
  *   x^ = scale * level[code]                         scale: largest |x| over the largest level, in fp16
  *   x^ = scale * part * level[code]                  and, if the grid has parts, an E4M3 factor per 16 channels
  *
  * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options, both in the bytes:
- *   cfg.rotate    the token is coded behind the rotation of rotate.h and turned back when it is decoded, so
+ *   cfg.rotate    the token is coded behind the rotation of core/rotate.h and turned back when it is decoded, so
  *                 that large channels do not cost the others their bits (QuaRot, arXiv 2404.00456)
  *   cfg.center_k  K only: the block's mean of each channel is taken away first and put back last. 16 bits per
  *                 channel and block, 1/4 bit a value; nothing has to be learned, and a block can be moved or
@@ -4852,8 +4854,8 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, 
  *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
  *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row filled up to a whole byte
  */
-#ifndef TKVI_FORMAT_TOKEN_H
-#define TKVI_FORMAT_TOKEN_H
+#ifndef TKVI_FORMATS_TOKEN_H
+#define TKVI_FORMATS_TOKEN_H
 
 
 #define TKVI_PART 16 /* channels */
@@ -4985,17 +4987,17 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, cons
     }
 }
 
-#endif /* TKVI_FORMAT_TOKEN_H */
-/* ======== format_int.h ======== */
+#endif /* TKVI_FORMATS_TOKEN_H */
+/* ======== formats/int.h ======== */
 /*
- * format_int.h - INT8, INT4: whole numbers -127 .. 127 and -7 .. 7, one fp16 scale per token and 64 or 32
+ * formats/int.h - INT8, INT4: whole numbers -127 .. 127 and -7 .. 7, one fp16 scale per token and 64 or 32
  * channels (cfg.group_size), largest |x| / 127 or / 7. The symmetric grid of QuaRot and of most int8 caches;
  * -128 and -8 are never written. Two's complement in a byte or half of one. 8.25 and 4.25 bits a value in
  * groups of 64, 8.5 and 4.5 in groups of 32. Rotate them (cfg.rotate): at 4 bits, large channels ruin their
- * group otherwise. Bytes: format_token.h.
+ * group otherwise. Bytes: formats/token.h.
  */
-#ifndef TKVI_FORMAT_INT_H
-#define TKVI_FORMAT_INT_H
+#ifndef TKVI_FORMATS_INT_H
+#define TKVI_FORMATS_INT_H
 
 
 static int tkvi_int8_code(float y) { return tkvi_rne(tkvi_clampf(y, -127.0f, 127.0f)) & 255; }
@@ -5013,10 +5015,10 @@ static void tkvi_int8_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int
 
 static void tkvi_int4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int4); }
 
-#endif /* TKVI_FORMAT_INT_H */
-/* ======== format_float.h ======== */
+#endif /* TKVI_FORMATS_INT_H */
+/* ======== formats/float.h ======== */
 /*
- * format_float.h - FP8 (E4M3, E5M2) and FP4 (E2M1), minifloat.h.
+ * formats/float.h - FP8 (E4M3, E5M2) and FP4 (E2M1), core/minifloat.h.
  *
  *   FP8   one fp16 scale per token: its largest value becomes the largest finite level (448, 57344). A plain
  *         cast would lose what is below 2^-9 (E4M3) and saturate at 448, where keys with a bias are; a scale
@@ -5028,10 +5030,10 @@ static void tkvi_int4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int
  *         times as large .0083; MXFP4 (32 channels, powers of two) .0132 and .032 in 4.25 bits, fp16 per 32
  *         channels .0103 and .015 in 4.5.
  *
- * Bytes: format_token.h.
+ * Bytes: formats/token.h.
  */
-#ifndef TKVI_FORMAT_FLOAT_H
-#define TKVI_FORMAT_FLOAT_H
+#ifndef TKVI_FORMATS_FLOAT_H
+#define TKVI_FORMATS_FLOAT_H
 
 
 static const tkvi_grid tkvi_grid_e4m3 = {8, TKVI_E4M3_TOP, 0, 0, tkvi_e4m3_code, tkvi_e4m3_level};
@@ -5044,14 +5046,14 @@ static void tkvi_e5m2_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_e5m
 
 static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4); }
 
-#endif /* TKVI_FORMAT_FLOAT_H */
-/* ======== format_table.h ======== */
+#endif /* TKVI_FORMATS_FLOAT_H */
+/* ======== formats/table.h ======== */
 /*
- * format_table.h - the table of formats, and the standalone codec of the interface on top of it.
+ * formats/table.h - the table of formats, and the standalone codec of the interface on top of it.
  * May call the format files. Everything that stores or reads tokens goes through tkvi_formats.
  */
-#ifndef TKVI_FORMAT_TABLE_H
-#define TKVI_FORMAT_TABLE_H
+#ifndef TKVI_FORMATS_TABLE_H
+#define TKVI_FORMATS_TABLE_H
 
 
 #define TKVI_EXACT_(t)                                                                                       \
@@ -5158,10 +5160,10 @@ static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, 
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
 
-/* Does its encoder ask for queries (metric.h)? */
+/* Does its encoder ask for queries (learn/squat_queries.h)? */
 static int tkvi_is_squat(tkv_format f) { return tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode; }
 
-/* Does it need a table of the layer (kvquant.h)? */
+/* Does it need a table of the layer (learn/kvquant_tables.h)? */
 static int tkvi_is_kvquant(tkv_format f) {
     return tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
 }
@@ -5248,10 +5250,10 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
     return TKV_OK;
 }
 
-#endif /* TKVI_FORMAT_TABLE_H */
-/* ======== kernels.h ======== */
+#endif /* TKVI_FORMATS_TABLE_H */
+/* ======== kernels/scalar.h ======== */
 /*
- * kernels.h - what attention asks of an instruction set, and the scalar answer, which is the definition.
+ * kernels/scalar.h - what attention asks of an instruction set, and the scalar answer, which is the definition.
  *
  * A kernel works on one KV head's record of one block and up to TKVI_ROWS query rows at once (the query
  * heads of a group and several queries), so that each byte of the cache is read and unpacked once for all
@@ -5277,8 +5279,8 @@ TKV_API tkv_status tkv_decode(const tkv_codec *c, const void *src, size_t size, 
  *
  * q and ref come in the order of the codes and, for rotated formats, rotated; out of rotated values is rotated.
  */
-#ifndef TKVI_KERNELS_H
-#define TKVI_KERNELS_H
+#ifndef TKVI_KERNELS_SCALAR_H
+#define TKVI_KERNELS_SCALAR_H
 
 
 #define TKVI_ROWS 8 /* query rows per pass; a kernel's stack is proportional to it */
@@ -5533,7 +5535,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, by its decode alone. x86 falls back to it (decode_x86.h). */
+/* >>decoded: any format, by its decode alone. x86 falls back to it (kernels/decode_x86.h). */
 #define TKVI_AT_ONCE 16 /* tokens: what the stack has room for */
 
 /* n is a multiple of 16: vectors also at -O2. */
@@ -5622,16 +5624,16 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     tkvi_weigh_scalar,
 };
 
-#endif /* TKVI_KERNELS_H */
-/* ======== kernels_x86.h ======== */
+#endif /* TKVI_KERNELS_SCALAR_H */
+/* ======== kernels/x86.h ======== */
 /*
- * kernels_x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
+ * kernels/x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
  * sets, prefetching, and the part of integer attention that has no vectors in it.
  *
  * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
  * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
  * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
- * registers. Calls kernels.h and below.
+ * registers. Calls kernels/scalar.h and below.
  */
 #ifndef TKVI_KERNELS_X86_H
 #define TKVI_KERNELS_X86_H
@@ -5934,12 +5936,12 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_X86_H */
-/* ======== decode_x86.h ======== */
+/* ======== kernels/decode_x86.h ======== */
 /*
- * decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
+ * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
  * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
- * side are, and what is done to the query instead of to each token. kernels_avx2.h and kernels_avx512.h have
- * the products. Calls kernels_x86.h.
+ * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have
+ * the products. Calls kernels/x86.h.
  *
  *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
  *                                           2^shift channels (the rest)
@@ -5953,8 +5955,8 @@ static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t 
  *
  * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
  */
-#ifndef TKVI_DECODE_X86_H
-#define TKVI_DECODE_X86_H
+#ifndef TKVI_KERNELS_DECODE_X86_H
+#define TKVI_KERNELS_DECODE_X86_H
 
 
 #ifdef TKVI_X86
@@ -6206,15 +6208,15 @@ static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float 
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_DECODE_X86_H */
-/* ======== turn_x86.h ======== */
+#endif /* TKVI_KERNELS_DECODE_X86_H */
+/* ======== kernels/transpose_x86.h ======== */
 /*
- * turn_x86.h - the rotation of rotate.h by vectors, in registers and with the scalar code's bits. Encoders turn
- * (kernels_avx2.h, kernels_avx512.h), decoding turns back (values_x86.h). A lane is a channel; 16 channels and more.
- * Calls kernels_x86.h.
+ * kernels/transpose_x86.h - the rotation of core/rotate.h by vectors, in registers and with the scalar code's bits.
+ * Encoders turn (kernels/avx2.h, kernels/avx512.h), decoding turns back (kernels/values_x86.h). A lane is a channel;
+ * 16 channels and more. Calls kernels/x86.h.
  */
-#ifndef TKVI_TURN_X86_H
-#define TKVI_TURN_X86_H
+#ifndef TKVI_KERNELS_TRANSPOSE_X86_H
+#define TKVI_KERNELS_TRANSPOSE_X86_H
 
 
 #ifdef TKVI_X86
@@ -6317,7 +6319,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
     return most;
 }
 
-/* tkvi_window of rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
+/* tkvi_window of core/rotate.h, from x to y, for 8 channels and more; returns the largest sizes. */
 static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
                                                               int log2n) {
     const float by = tkvi_hadamard_norm[log2n];
@@ -6337,7 +6339,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, co
     return n == 128 ? most : tkvi_across_avx2(y, by, 128);
 }
 
-/* Where rotate.h changes signs: -0 there, 0 elsewhere. */
+/* Where core/rotate.h changes signs: -0 there, 0 elsewhere. */
 static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     int c;
@@ -6466,14 +6468,14 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_TURN_X86_H */
-/* ======== values_x86.h ======== */
+#endif /* TKVI_KERNELS_TRANSPOSE_X86_H */
+/* ======== kernels/values_x86.h ======== */
 /*
- * values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of format_tiles.h.
+ * kernels/values_x86.h - tokens of a side of tiles as floats, by vectors, with the bits of formats/tiles.h.
  *
  * First all codes (or levels) become rows of bytes, [token][channel], then rows become floats, one product and one
  * sum each: the product is exact, so fusing them changes nothing, whatever the compiler's flags. Rotated rows are
- * turned back as rotate.h does it.
+ * turned back as core/rotate.h does it.
  *
  *   V   a plane of a tile is 16 channels of four tokens: its bytes are sorted by token, 16 bytes for each
  *   K   a plane is 16 tokens of four channels, which can be anywhere in the head: its bytes are sorted by channel
@@ -6482,16 +6484,16 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
  * Sorting for K stays within 16 bytes, so a column has its tokens in the order of its own: byte 16 k + 4 p + j is
  * token 16 p + 4 k + j.
  *
- * Calls turn_x86.h and kernels_x86.h.
+ * Calls kernels/transpose_x86.h and kernels/x86.h.
  */
-#ifndef TKVI_VALUES_X86_H
-#define TKVI_VALUES_X86_H
+#ifndef TKVI_KERNELS_VALUES_X86_H
+#define TKVI_KERNELS_VALUES_X86_H
 
 
 #ifdef TKVI_X86
 
 /* >>what is the same with any vectors */
-/* Codes of one tile: bits of one vector, above them bits of another (tile.h); 0 bits: of none. */
+/* Codes of one tile: bits of one vector, above them bits of another (core/tile.h); 0 bits: of none. */
 typedef struct tkvi_tile_parts {
     const uint8_t *low, *high;
     int low_bits, high_bits, high_at; /* high_at: shift of plane 0 */
@@ -6938,14 +6940,15 @@ static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_VALUES_X86_H */
-/* ======== groups_x86.h ======== */
+#endif /* TKVI_KERNELS_VALUES_X86_H */
+/* ======== kernels/groups_x86.h ======== */
 /*
- * groups_x86.h - the groups of KIVI (format_kivi.h) by AVX2: codes, scales and zeros with the scalar code's bytes. K: a
- * lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls values_x86.h.
+ * kernels/groups_x86.h - the groups of KIVI (formats/kivi.h) by AVX2: codes, scales and zeros with the scalar code's
+ * bytes. K: a lane is a channel. V: four tokens together, whose codes share 32 bits of a tile. Calls
+ * kernels/values_x86.h.
  */
-#ifndef TKVI_GROUPS_X86_H
-#define TKVI_GROUPS_X86_H
+#ifndef TKVI_KERNELS_GROUPS_X86_H
+#define TKVI_KERNELS_GROUPS_X86_H
 
 
 #ifdef TKVI_X86
@@ -7094,11 +7097,11 @@ static TKVI_TARGET_AVX2 void tkvi_groups_avx2(const tkvi_side *s, const float *x
 
 #endif /* TKVI_X86 */
 
-#endif /* TKVI_GROUPS_X86_H */
-/* ======== kernels_avx2.h ======== */
+#endif /* TKVI_KERNELS_GROUPS_X86_H */
+/* ======== kernels/avx2.h ======== */
 /*
- * kernels_avx2.h - the kernels of kernels.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels_avx512.h
- * has the same functions with longer vectors; read them side by side. Calls kernels_x86.h.
+ * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2 + FMA + F16C (Haswell, Zen and later). kernels/avx512.h
+ * has the same functions with longer vectors; read them side by side. Calls kernels/x86.h.
  */
 #ifndef TKVI_KERNELS_AVX2_H
 #define TKVI_KERNELS_AVX2_H
@@ -7323,7 +7326,7 @@ static TKVI_TARGET_AVX2 void tkvi_stand_avx2(uint8_t (*code)[TKVI_BLOCK], int32_
     }
 }
 
-/* The covariance of fit.h, four at a time: integers below 2^53, exact as doubles. */
+/* The covariance of core/fit.h, four at a time: integers below 2^53, exact as doubles. */
 TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
     __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
     return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
@@ -7832,8 +7835,8 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
-/* Levels of eight channels; see kernels_avx512.h. */
+/* >>decoded: see kernels/decode_x86.h. 16 tokens at a time into a scratch: 16 registers do not hold it all. */
+/* Levels of eight channels; see kernels/avx512.h. */
 TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
     const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
     const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
@@ -8021,7 +8024,7 @@ TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
     return _mm256_srl_epi16(tkvi_bytes_avx2(p), _mm_cvtsi32_si128(right));
 }
 
-/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see tile.h for
+/* Half b (bytes 32b .. 32b + 31) of the codes of planes 2h and 2h + 1 of one tile, as bytes; see core/tile.h for
  * what stands where. Of 8-bit codes `part` says which four bits: whole ones would overflow 16-bit sums. */
 TKVI_FLAT_AVX2 void tkvi_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half, int h,
                                     int b, int part, __m256i *codes) {
@@ -8243,10 +8246,10 @@ TKVI_FLAT_AVX2 void tkvi_answer_avx2(const tkvi_products *d, const tkvi_fold *f,
 }
 
 /* The products of one step: codes c (of 4 channels or tokens) by weights u, codes e (of the next 4) by
- * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and
- * with the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and
- * the size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself.
- * `unit` is 1, or 16 for the high nibbles of 8-bit codes. */
+ * weights v; c[0] and e[0] add to accumulator a, c[1] and e[1] to b. Two pairs fit 16 bits: 4 * 127 * 63, and with
+ * the weights of V, which are the unsigned operand, 4 * 255 * 15. With a table, levels are the signed operand and the
+ * size of a weight the unsigned one, 2 * 127 * 127: each pair of products goes to 32 bits by itself. `unit` is 1, or
+ * 16 for the high nibbles of 8-bit codes. */
 TKVI_FLAT_AVX2 __m256i tkvi_two_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
                                      __m256i unit) {
     const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
@@ -8462,9 +8465,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_AVX2_H */
-/* ======== kernels_avx512.h ======== */
+/* ======== kernels/avx512.h ======== */
 /*
- * kernels_avx512.h - the kernels of kernels.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
+ * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
  *
  * Two shapes do the work.
  *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
@@ -8539,7 +8542,7 @@ static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const fl
     }
 }
 
-/* >>encoding: see kernels_avx2.h */
+/* >>encoding: see kernels/avx2.h */
 /* Columns: a lane of 32 bits each, two tokens in it. */
 typedef struct tkvi_range_avx512 {
     __m512i cut, by, top; /* in both halves of a lane */
@@ -8654,7 +8657,7 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
     tkvi_stand_avx2(c->code, four);
 }
 
-/* Tokens: see kernels_avx2.h. */
+/* Tokens: see kernels/avx2.h. */
 TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
                                         float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
@@ -8998,7 +9001,7 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
     }
 }
 
-/* >>decoded: see decode_x86.h */
+/* >>decoded: see kernels/decode_x86.h */
 /* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
 TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
     const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
@@ -9305,7 +9308,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int
     return _mm512_and_si512(x, tkvi_all_avx512(mask));
 }
 
-/* The codes of one tile as bytes, plane by plane; see tile.h for what stands where. */
+/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
 TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
                                          __m512i *code) {
     const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
@@ -9792,9 +9795,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #endif /* TKVI_AVX512 */
 
 #endif /* TKVI_KERNELS_AVX512_H */
-/* ======== kernels_neon.h ======== */
+/* ======== kernels/neon.h ======== */
 /*
- * kernels_neon.h - the pieces of kernels_128.h for NEON on AArch64, little-endian. Products of bytes are one
+ * kernels/neon.h - the pieces of kernels/vectors_128.h for NEON on AArch64, little-endian. Products of bytes are one
  * instruction (sdot) where the compiler is told of it: -march=armv8.2-a+dotprod, -mcpu=native, Apple's default.
  *
  * Weights are bytes, a row of them for each plane. Four neighbours of four rows are one vector, `quad`; sdot
@@ -9804,7 +9807,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
  *     quad    | row 0: r0 .. r3 | row 1           | row 2   | row 3   |
  *     sum     | t0              | t1              | t2      | t3      |   += codes . quad[row]
  *
- * Calls kernels.h.
+ * Calls kernels/scalar.h.
  */
 #ifndef TKVI_KERNELS_NEON_H
 #define TKVI_KERNELS_NEON_H
@@ -9953,9 +9956,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_12
 #endif /* TKVI_NEON */
 
 #endif /* TKVI_KERNELS_NEON_H */
-/* ======== kernels_wasm.h ======== */
+/* ======== kernels/wasm.h ======== */
 /*
- * kernels_wasm.h - the pieces of kernels_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the pieces of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
  *
  * The product there is one of 16 bits by pairs, i32x4.dot_i16x8_s: the bytes of a vector of codes are taken as
  * even and odd ones, widened by shifts alone, and both sums belong to the same token. Weights have 16 bits, so
@@ -9967,7 +9970,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_12
  *     quad    | row 0: r0 r2 r1 r3 | row 1: ...                           16 bits each, in memory
  *     sum     | t0              | t1              | t2      | t3      |   += even . r0 r2, += odd . r1 r3
  *
- * Calls kernels.h.
+ * Calls kernels/scalar.h.
  */
 #ifndef TKVI_KERNELS_WASM_H
 #define TKVI_KERNELS_WASM_H
@@ -10134,10 +10137,10 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
 #endif /* TKVI_WASM */
 
 #endif /* TKVI_KERNELS_WASM_H */
-/* ======== kernels_128.h ======== */
+/* ======== kernels/vectors_128.h ======== */
 /*
- * kernels_128.h - the kernels of kernels.h with vectors of 128 bits, written once; kernels_neon.h or
- * kernels_wasm.h brings the pieces (types and operations end in _128). Which one, the compiler's flags say:
+ * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, written once; kernels/neon.h or
+ * kernels/wasm.h brings the pieces (types and operations end in _128). Which one, the compiler's flags say:
  * there is at most one such instruction set in a program.
  *
  * A tile is unpacked to bytes, in the order of its codes, and those are multiplied for all rows: what unpacking
@@ -10149,8 +10152,8 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
  *
  * 8-bit codes are signed here, code - 128. Nothing is prefetched: `next` waits for a machine to measure on.
  */
-#ifndef TKVI_KERNELS_128_H
-#define TKVI_KERNELS_128_H
+#ifndef TKVI_KERNELS_VECTORS_128_H
+#define TKVI_KERNELS_VECTORS_128_H
 
 
 #ifdef TKVI_128
@@ -10798,17 +10801,17 @@ static const tkvi_kernels tkvi_kernels_128 = {
 
 #endif /* TKVI_128 */
 
-#endif /* TKVI_KERNELS_128_H */
-/* ======== dispatch.h ======== */
+#endif /* TKVI_KERNELS_VECTORS_128_H */
+/* ======== kernels/dispatch.h ======== */
 /*
- * dispatch.h - which kernels this processor can run.
+ * kernels/dispatch.h - which kernels this processor can run.
  *
  * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
  * no globals. NEON and WASM SIMD are what the compiler was told; other machines have the scalar table. Calls the
  * kernel files.
  */
-#ifndef TKVI_DISPATCH_H
-#define TKVI_DISPATCH_H
+#ifndef TKVI_KERNELS_DISPATCH_H
+#define TKVI_KERNELS_DISPATCH_H
 
 
 #ifdef TKVI_X86
@@ -10886,27 +10889,28 @@ TKV_API const char *tkv_isa_name(tkv_isa isa) {
     return isa >= TKV_ISA_AUTO && isa < TKV_ISA_COUNT ? names[isa] : NULL;
 }
 
-#endif /* TKVI_DISPATCH_H */
-/* ======== many.h ======== */
+#endif /* TKVI_KERNELS_DISPATCH_H */
+/* ======== kernels/prefill.h ======== */
 /*
- * many.h - attention of many query rows at once, as a prompt brings them: what it asks of an instruction set.
+ * kernels/prefill.h - attention of many query rows at once, as a prompt brings them: what it asks of an instruction
+ * set.
  *
- * kernels.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows, rounds and
- * sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a vector, and codes
- * are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
+ * kernels/scalar.h reads a record for 8 rows, lanes being tokens or channels, and then folds scales into rows, rounds
+ * and sums them across vectors. Here lanes are query rows, 16 to a vector: nothing is summed across a vector, and
+ * codes are unpacked to bytes once for all lanes, then broadcast, four neighbours at a time:
  *
  *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
  *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
  *
- * The arithmetic is that of kernels.h (weights of 8 bits, or 15 where one plane is too coarse) but for details: all
- * lanes have two planes as soon as one row needs them. There is no scalar twin: an instruction set without one uses
- * kernels.h.
+ * The arithmetic is that of kernels/scalar.h (weights of 8 bits, or 15 where one plane is too coarse) but for
+ * details: all lanes have two planes as soon as one row needs them. There is no scalar twin: an instruction set
+ * without one uses kernels/scalar.h.
  *
  * FlashAttention-2 (arXiv 2307.08691) for the order of loops; the maximum moves only when it must, as in
- * FlashAttention-4. Calls kernels.h and below.
+ * FlashAttention-4. Calls kernels/scalar.h and below.
  */
-#ifndef TKVI_MANY_H
-#define TKVI_MANY_H
+#ifndef TKVI_KERNELS_PREFILL_H
+#define TKVI_KERNELS_PREFILL_H
 
 
 #define TKVI_MANY 32          /* rows at most */
@@ -10939,7 +10943,7 @@ typedef struct tkvi_many_queries {
 } tkvi_many_queries;
 
 typedef struct tkvi_many {
-    /* As kernels.h has them for rows; scores: [64][lanes] */
+    /* As kernels/scalar.h has them for rows; scores: [64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_many_queries *q, int n,
               int planes, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
@@ -10954,21 +10958,21 @@ typedef struct tkvi_many {
 
 static int tkvi_many_lanes(int pad) { return pad <= TKVI_MANY_FLOATS / TKVI_MANY ? TKVI_MANY : 16; }
 
-#endif /* TKVI_MANY_H */
-/* ======== many_avx512.h ======== */
+#endif /* TKVI_KERNELS_PREFILL_H */
+/* ======== kernels/prefill_avx512.h ======== */
 /*
- * many_avx512.h - the kernels of many.h for AVX-512 VNNI, and who has such kernels.
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
  *
- * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K are
- * the unsigned operand and weights the signed one; in V it is the other way round).
+ * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
+ * are the unsigned operand and weights the signed one; in V it is the other way round).
  */
-#ifndef TKVI_MANY_AVX512_H
-#define TKVI_MANY_AVX512_H
+#ifndef TKVI_KERNELS_PREFILL_AVX512_H
+#define TKVI_KERNELS_PREFILL_AVX512_H
 
 
 #ifdef TKVI_AVX512
 
-#if defined(__GNUC__) && !defined(__clang__) /* as in kernels_avx512.h */
+#if defined(__GNUC__) && !defined(__clang__) /* as in kernels/avx512.h */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -11718,7 +11722,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lane
             _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
 }
 
-/* rotate.h, rows in lanes */
+/* core/rotate.h, rows in lanes */
 static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
@@ -11809,7 +11813,7 @@ static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_ma
 
 #endif /* TKVI_AVX512 */
 
-/* NULL: 8 rows at a time, by kernels.h. */
+/* NULL: 8 rows at a time, by kernels/scalar.h. */
 static const tkvi_many *tkvi_many_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (isa == TKV_ISA_AVX512) return &tkvi_many_avx512;
@@ -11818,11 +11822,11 @@ static const tkvi_many *tkvi_many_of(tkv_isa isa) {
     return NULL;
 }
 
-#endif /* TKVI_MANY_AVX512_H */
-/* ======== policy.h ======== */
+#endif /* TKVI_KERNELS_PREFILL_AVX512_H */
+/* ======== rules/pressure.h ======== */
 /*
- * policy.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level of
- * an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ * rules/pressure.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level
+ * of an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
  *
  *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
  *     average   -> tighten while it is at or above the next threshold
@@ -11831,8 +11835,8 @@ static const tkvi_many *tkvi_many_of(tkv_isa isa) {
  * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
  * clang) a controller belongs to one thread. May call base.
  */
-#ifndef TKVI_POLICY_H
-#define TKVI_POLICY_H
+#ifndef TKVI_RULES_PRESSURE_H
+#define TKVI_RULES_PRESSURE_H
 
 
 typedef struct tkvi_profile {
@@ -11997,15 +12001,15 @@ TKV_API void tkv_policy_reset(tkv_policy *p) {
     tkvi_unlock(&p->lock);
 }
 
-#endif /* TKVI_POLICY_H */
-/* ======== select.h ======== */
+#endif /* TKVI_RULES_PRESSURE_H */
+/* ======== rules/select.h ======== */
 /*
- * select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits of the
- * floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is the same
- * everywhere. Also bit masks over slots. May call base.
+ * rules/select.h - the k lowest of n scores, in O(n) and without memory of its own: a radix selection over the bits
+ * of the floats, which are ordered as whole numbers are. What is equal is told apart by the index, so the answer is
+ * the same everywhere. Also bit masks over slots. May call base.
  */
-#ifndef TKVI_SELECT_H
-#define TKVI_SELECT_H
+#ifndef TKVI_RULES_SELECT_H
+#define TKVI_RULES_SELECT_H
 
 
 /* >>masks: slot i is bit i % 64 of word i / 64 */
@@ -12054,18 +12058,18 @@ static uint64_t tkvi_select(const tkvi_ranks *r, int k, int *equal) {
     return found;
 }
 
-#endif /* TKVI_SELECT_H */
-/* ======== importance.h ======== */
+#endif /* TKVI_RULES_SELECT_H */
+/* ======== rules/importance.h ======== */
 /*
- * importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a dearer
- * tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call policy and
- * select.
+ * rules/importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a
+ * dearer tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call
+ * policy and select.
  *
  *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
  *     A         .2       .2 * decay^4 + .1
  */
-#ifndef TKVI_IMPORTANCE_H
-#define TKVI_IMPORTANCE_H
+#ifndef TKVI_RULES_IMPORTANCE_H
+#define TKVI_RULES_IMPORTANCE_H
 
 
 /* >>what a step's mass does to A, which has been decayed */
@@ -12345,14 +12349,14 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
     return TKV_OK;
 }
 
-#endif /* TKVI_IMPORTANCE_H */
-/* ======== evict_policy.h ======== */
+#endif /* TKVI_RULES_IMPORTANCE_H */
+/* ======== rules/evict_policy.h ======== */
 /*
- * evict_policy.h - what an eviction policy is: a row, with a function that scores all tokens of a layer; and what it
- * sees of them. How to add one stands in evict.h. May call importance and below.
+ * rules/evict_policy.h - what an eviction policy is: a row, with a function that scores all tokens of a layer; and
+ * what it sees of them. How to add one stands in rules/evict.h. May call importance and below.
  */
-#ifndef TKVI_EVICT_POLICY_H
-#define TKVI_EVICT_POLICY_H
+#ifndef TKVI_RULES_EVICT_POLICY_H
+#define TKVI_RULES_EVICT_POLICY_H
 
 
 /* out[i] for all that are alive; high ones stay. recent: the last so many are what a policy observes. */
@@ -12360,7 +12364,7 @@ typedef void (*tkvi_evict_score)(const tkv_evict_config *cfg, const tkv_evict_vi
                                  float *out);
 
 /* Budgets of layers. Every shape is a straight line: layer l gets base + (first - l * fall) / whole tokens, in whole
- * numbers (evict.h). */
+ * numbers (rules/evict.h). */
 typedef struct tkvi_line {
     int64_t base, first, fall, whole;
 } tkvi_line;
@@ -12418,17 +12422,18 @@ static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int hea
     return keys || n == 0;
 }
 
-#endif /* TKVI_EVICT_POLICY_H */
-/* ======== evict_sliding.h ======== */
+#endif /* TKVI_RULES_EVICT_POLICY_H */
+/* ======== rules/evict_sliding.h ======== */
 /*
- * evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens stay, as sinks, and the newest:
+ * rules/evict_sliding.h - StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens stay, as sinks, and the
+ * newest:
  *
  *     score of a token = its position
  *
  * "fifo" is the same without sinks. "none" drops nothing; it has a row for its protected tokens.
  */
-#ifndef TKVI_EVICT_SLIDING_H
-#define TKVI_EVICT_SLIDING_H
+#ifndef TKVI_RULES_EVICT_SLIDING_H
+#define TKVI_RULES_EVICT_SLIDING_H
 
 
 static void tkvi_score_age(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12442,17 +12447,17 @@ static const tkvi_evict_row tkvi_evict_none = {"none", 0, 4, 32, 0, TKV_EVICT_UN
 static const tkvi_evict_row tkvi_evict_sliding = {"sliding", 0, 4, 1, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
 static const tkvi_evict_row tkvi_evict_fifo = {"fifo", 0, 0, 0, 1, TKV_EVICT_UNIFORM, tkvi_score_age};
 
-#endif /* TKVI_EVICT_SLIDING_H */
-/* ======== evict_h2o.h ======== */
+#endif /* TKVI_RULES_EVICT_SLIDING_H */
+/* ======== rules/evict_h2o.h ======== */
 /*
- * evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
+ * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
  *
  *     score of token i = sum over queries j from i on, and heads h, of p_h(j, i)
  *
  * The recent ones are protected: they had no time to get any.
  */
-#ifndef TKVI_EVICT_H2O_H
-#define TKVI_EVICT_H2O_H
+#ifndef TKVI_RULES_EVICT_H2O_H
+#define TKVI_RULES_EVICT_H2O_H
 
 
 static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12464,15 +12469,16 @@ static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v
 static const tkvi_evict_row tkvi_evict_h2o = {
     "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_mass};
 
-#endif /* TKVI_EVICT_H2O_H */
-/* ======== evict_tova.h ======== */
+#endif /* TKVI_RULES_EVICT_H2O_H */
+/* ======== rules/evict_tova.h ======== */
 /*
- * evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104): what the newest query looks at least goes.
+ * rules/evict_tova.h - "Token Omission Via Attention" (TOVA, arXiv 2401.06104): what the newest query looks at least
+ * goes.
  *
  *     score of token i = mean over the layer's heads h of p_h(newest, i)
  */
-#ifndef TKVI_EVICT_TOVA_H
-#define TKVI_EVICT_TOVA_H
+#ifndef TKVI_RULES_EVICT_TOVA_H
+#define TKVI_RULES_EVICT_TOVA_H
 
 
 static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12484,16 +12490,16 @@ static void tkvi_score_last(const tkv_evict_config *cfg, const tkv_evict_view *v
 static const tkvi_evict_row tkvi_evict_tova = {
     "tova", TKV_EVICT_NEEDS_LAST, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_last};
 
-#endif /* TKVI_EVICT_TOVA_H */
-/* ======== evict_knorm.h ======== */
+#endif /* TKVI_RULES_EVICT_TOVA_H */
+/* ======== rules/evict_knorm.h ======== */
 /*
- * evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430): keys of a small norm get much
- * attention, so the longest go.
+ * rules/evict_knorm.h - "A Simple and Effective L2 Norm-Based Strategy" (arXiv 2406.11430): keys of a small norm get
+ * much attention, so the longest go.
  *
  *     score of token i = - mean over KV heads h of |k_h(i)|
  */
-#ifndef TKVI_EVICT_KNORM_H
-#define TKVI_EVICT_KNORM_H
+#ifndef TKVI_RULES_EVICT_KNORM_H
+#define TKVI_RULES_EVICT_KNORM_H
 
 
 static void tkvi_score_norm(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12517,16 +12523,16 @@ TKV_API tkv_status tkv_evict_key_norms(const float *keys, int n, int n_kv_heads,
     return TKV_OK;
 }
 
-#endif /* TKVI_EVICT_KNORM_H */
-/* ======== evict_keydiff.h ======== */
+#endif /* TKVI_RULES_EVICT_KNORM_H */
+/* ======== rules/evict_keydiff.h ======== */
 /*
- * evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3): keys that are like all the others go.
+ * rules/evict_keydiff.h - KeyDiff (arXiv 2504.15364, section 3): keys that are like all the others go.
  *
  *     anchor of a KV head = sum over tokens j of k(j) / |k(j)|
  *     score of token i    = - mean over KV heads of cos(k(i), anchor)
  */
-#ifndef TKVI_EVICT_KEYDIFF_H
-#define TKVI_EVICT_KEYDIFF_H
+#ifndef TKVI_RULES_EVICT_KEYDIFF_H
+#define TKVI_RULES_EVICT_KEYDIFF_H
 
 
 static double tkvi_key_dot(const float *a, const double *b, int dim) {
@@ -12580,17 +12586,17 @@ static void tkvi_score_differing(const tkv_evict_config *cfg, const tkv_evict_vi
 static const tkvi_evict_row tkvi_evict_keydiff = {"keydiff",         TKV_EVICT_NEEDS_KEYS, 4, 32, 0,
                                                   TKV_EVICT_UNIFORM, tkvi_score_differing};
 
-#endif /* TKVI_EVICT_KEYDIFF_H */
-/* ======== evict_scissorhands.h ======== */
+#endif /* TKVI_RULES_EVICT_KEYDIFF_H */
+/* ======== rules/evict_scissorhands.h ======== */
 /*
- * evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4): tokens are counted,
- * in a history window, each time that they get less than an even share; when the budget is full those with the
- * highest counts go, many at once, but for the recent ones.
+ * rules/evict_scissorhands.h - persistence of importance (ScissorHands, arXiv 2305.17118, section 4): tokens are
+ * counted, in a history window, each time that they get less than an even share; when the budget is full those with
+ * the highest counts go, many at once, but for the recent ones.
  *
  *     score of token i = - how many heads of queries j gave p_h(j, i) < 1 / (keys that j sees)
  */
-#ifndef TKVI_EVICT_SCISSORHANDS_H
-#define TKVI_EVICT_SCISSORHANDS_H
+#ifndef TKVI_RULES_EVICT_SCISSORHANDS_H
+#define TKVI_RULES_EVICT_SCISSORHANDS_H
 
 
 static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12605,18 +12611,18 @@ static void tkvi_score_lows(const tkv_evict_config *cfg, const tkv_evict_view *v
 static const tkvi_evict_row tkvi_evict_scissorhands = {"scissorhands",    TKV_EVICT_NEEDS_LOWS, 4, 32, 0,
                                                        TKV_EVICT_UNIFORM, tkvi_score_lows};
 
-#endif /* TKVI_EVICT_SCISSORHANDS_H */
-/* ======== evict_snapkv.h ======== */
+#endif /* TKVI_RULES_EVICT_SCISSORHANDS_H */
+/* ======== rules/evict_snapkv.h ======== */
 /*
- * evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4): attention that the last queries of the prompt, the observation
- * window, give to what is before it, averaged over neighbours; the window itself stays.
+ * rules/evict_snapkv.h - SnapKV (arXiv 2404.14469, section 4): attention that the last queries of the prompt, the
+ * observation window, give to what is before it, averaged over neighbours; the window itself stays.
  *
  *     score of token i = sum over d = -pool/2 .. pool/2 of observed(i + d) / pool
  *
  * Beyond the ends there are zeros, as the authors' code has it.
  */
-#ifndef TKVI_EVICT_SNAPKV_H
-#define TKVI_EVICT_SNAPKV_H
+#ifndef TKVI_RULES_EVICT_SNAPKV_H
+#define TKVI_RULES_EVICT_SNAPKV_H
 
 
 static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12638,19 +12644,19 @@ static void tkvi_score_pooled(const tkv_evict_config *cfg, const tkv_evict_view 
 static const tkvi_evict_row tkvi_evict_snapkv = {"snapkv",          TKV_EVICT_NEEDS_OBSERVED, 4, 32, 0,
                                                  TKV_EVICT_UNIFORM, tkvi_score_pooled};
 
-#endif /* TKVI_EVICT_SNAPKV_H */
-/* ======== evict_pyramidkv.h ======== */
+#endif /* TKVI_RULES_EVICT_SNAPKV_H */
+/* ======== rules/evict_pyramidkv.h ======== */
 /*
- * evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4): scores are SnapKV's; layers have budgets that fall from
- * the first to the last, as its authors' code has it but with fractions. With a = (C - w) * L tokens to share and
- * d = max - min in units of 1 / unit:
+ * rules/evict_pyramidkv.h - PyramidKV (arXiv 2406.02069, section 4): scores are SnapKV's; layers have budgets that
+ * fall from the first to the last, as its authors' code has it but with fractions. With a = (C - w) * L tokens to
+ * share and d = max - min in units of 1 / unit:
  *
  *     budget of layer l = w + (max * (L - 1) - l * d) / (unit * (L - 1))
  *
  * The authors fall back to SnapKV's even budgets where n < 2 (C - w), kvpress unless n >= max >= min >= w.
  */
-#ifndef TKVI_EVICT_PYRAMIDKV_H
-#define TKVI_EVICT_PYRAMIDKV_H
+#ifndef TKVI_RULES_EVICT_PYRAMIDKV_H
+#define TKVI_RULES_EVICT_PYRAMIDKV_H
 
 
 static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
@@ -12675,15 +12681,15 @@ static tkvi_line tkvi_line_pyramid(const tkv_evict_budget *b) {
 static const tkvi_evict_row tkvi_evict_pyramidkv = {"pyramidkv",       TKV_EVICT_NEEDS_OBSERVED, 4, 8, 0,
                                                     TKV_EVICT_PYRAMID, tkvi_score_pooled};
 
-#endif /* TKVI_EVICT_PYRAMIDKV_H */
-/* ======== evict_random.h ======== */
+#endif /* TKVI_RULES_EVICT_PYRAMIDKV_H */
+/* ======== rules/evict_random.h ======== */
 /*
- * evict_random.h - by lot: a baseline. The same token has the same lot, whoever else is there.
+ * rules/evict_random.h - by lot: a baseline. The same token has the same lot, whoever else is there.
  *
  *     score of a token = splitmix64(seed + (position + 1) * golden ratio) / 2^64
  */
-#ifndef TKVI_EVICT_RANDOM_H
-#define TKVI_EVICT_RANDOM_H
+#ifndef TKVI_RULES_EVICT_RANDOM_H
+#define TKVI_RULES_EVICT_RANDOM_H
 
 
 static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12700,14 +12706,14 @@ static void tkvi_score_lot(const tkv_evict_config *cfg, const tkv_evict_view *v,
 
 static const tkvi_evict_row tkvi_evict_random = {"random", 0, 0, 0, 0, TKV_EVICT_UNIFORM, tkvi_score_lot};
 
-#endif /* TKVI_EVICT_RANDOM_H */
-/* ======== evict_given.h ======== */
+#endif /* TKVI_RULES_EVICT_RANDOM_H */
+/* ======== rules/evict_given.h ======== */
 /*
- * evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of tkv_importance_read or
- * KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
+ * rules/evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of
+ * tkv_importance_read or KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
  */
-#ifndef TKVI_EVICT_GIVEN_H
-#define TKVI_EVICT_GIVEN_H
+#ifndef TKVI_RULES_EVICT_GIVEN_H
+#define TKVI_RULES_EVICT_GIVEN_H
 
 
 static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
@@ -12727,12 +12733,12 @@ static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NE
                                                  TKV_EVICT_UNIFORM, tkvi_score_given};
 static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
 
-#endif /* TKVI_EVICT_GIVEN_H */
-/* ======== evict.h ======== */
+#endif /* TKVI_RULES_EVICT_GIVEN_H */
+/* ======== rules/evict.h ======== */
 /*
- * evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what they
- * protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own, no
- * cache.
+ * rules/evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what
+ * they protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own,
+ * no cache.
  *
  *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
  *     may go         x x x x x x          neither protected, pinned nor gone already
@@ -12742,13 +12748,13 @@ static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UN
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
  *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
- *      (text.h); include the file here and list it in tieredkv.h.
- * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention
- * the row says, and mass.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
+ *      (report/text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention the row says,
+ * and reclaim/scores.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
  * select per head): what comes from heads is sums or means over them. May call the policies' files.
  */
-#ifndef TKVI_EVICT_H
-#define TKVI_EVICT_H
+#ifndef TKVI_RULES_EVICT_H
+#define TKVI_RULES_EVICT_H
 
 
 /* >>the table, in the order of tkv_evict_kind */
@@ -12938,7 +12944,7 @@ TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_
     return kept;
 }
 
-/* >>budgets of layers: lines (evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
+/* >>budgets of layers: lines (rules/evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
 static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
 
 static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
@@ -13002,15 +13008,15 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
     return TKV_OK;
 }
 
-#endif /* TKVI_EVICT_H */
-/* ======== mass_mode.h ======== */
+#endif /* TKVI_RULES_EVICT_H */
+/* ======== rules/score_modes.h ======== */
 /*
- * mass_mode.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it needs
- * (evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest one: it is no
- * matter who comes first, so threads change nothing. May call evict and below.
+ * rules/score_modes.h - what a config gathers of attention: a row of a table. A policy of cfg.evict says what it
+ * needs (rules/evict.h), else the strategy of cfg.importance counts. Numbers are whole, and sums end at the largest
+ * one: it is no matter who comes first, so threads change nothing. May call evict and below.
  */
-#ifndef TKVI_MASS_MODE_H
-#define TKVI_MASS_MODE_H
+#ifndef TKVI_RULES_SCORE_MODES_H
+#define TKVI_RULES_SCORE_MODES_H
 
 
 #define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
@@ -13160,23 +13166,23 @@ static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
     if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
 }
 
-#endif /* TKVI_MASS_MODE_H */
-/* ======== remat.h ======== */
+#endif /* TKVI_RULES_SCORE_MODES_H */
+/* ======== rules/remat.h ======== */
 /*
- * remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the decision to
- * keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no model. May
- * call evict.
+ * rules/remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the
+ * decision to keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no
+ * model. May call evict.
  *
  *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
  *     price            cheapest, least likely asked for  ->  dearest
  *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
  *
  * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
- * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with the
- * layer alone, its age was the position, and it asked for single tokens.)
+ * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with
+ * the layer alone, its age was the position, and it asked for single tokens.)
  */
-#ifndef TKVI_REMAT_H
-#define TKVI_REMAT_H
+#ifndef TKVI_RULES_REMAT_H
+#define TKVI_RULES_REMAT_H
 
 
 static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
@@ -13341,18 +13347,19 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
     return TKV_OK;
 }
 
-#endif /* TKVI_REMAT_H */
-/* ======== plan.h ======== */
+#endif /* TKVI_RULES_REMAT_H */
+/* ======== cache/plan.h ======== */
 /*
- * plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
+ * cache/plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
  * block is in each format pair, and in which page and slot sizes blocks are kept. Also: what is wrong with
  * a config, in a sentence. May call kernels (for the ISA) and below.
  */
-#ifndef TKVI_PLAN_H
-#define TKVI_PLAN_H
+#ifndef TKVI_CACHE_PLAN_H
+#define TKVI_CACHE_PLAN_H
 
 
-/* A piece of what is stored outside (spill.h): a record or a side of one, F16 of 256 channels at most, and a hash. */
+/* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
+ * checksum. */
 #define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
 #define TKVI_SPILL_HASH 8u
 #define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
@@ -13401,8 +13408,8 @@ typedef struct tkvi_plan {
     int sink_coding;
     tkvi_rule now; /* of the level that the cache is at */
     int allocates,
-        kvquant; /* 1: a level's table has bytes that heads share (allocate.h); levels (kvquant.h) */
-    int squat;   /* 1: a tier's encoder wants to know the queries (metric.h) */
+        kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
+    int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
 } tkvi_plan;
 
 /* Do blocks of this layer need a table, at any level? */
@@ -13641,7 +13648,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
     if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
-    cfg->quality_heads = 0; /* without atomics nobody may add (meter.h) */
+    cfg->quality_heads = 0; /* without atomics nobody may add (cache/meter.h) */
 #endif
 }
 
@@ -14321,14 +14328,14 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->cfg.rope.frequencies = NULL;
 }
 
-#endif /* TKVI_PLAN_H */
-/* ======== preset.h ======== */
+#endif /* TKVI_CACHE_PLAN_H */
+/* ======== cache/preset.h ======== */
 /*
- * preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What the first
- * seven cost and give is in bench/QUALITY.md. May call plan.
+ * cache/preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What
+ * the first seven cost and give is in bench/QUALITY.md. May call plan.
  */
-#ifndef TKVI_PRESET_H
-#define TKVI_PRESET_H
+#ifndef TKVI_CACHE_PRESET_H
+#define TKVI_CACHE_PRESET_H
 
 
 typedef struct tkvi_preset {
@@ -14404,11 +14411,1478 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
     return (int64_t)age < (int64_t)hot + warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
-#endif /* TKVI_PRESET_H */
-/* ======== feedback.h ======== */
+#endif /* TKVI_CACHE_PRESET_H */
+/* ======== cache/pool.h ======== */
 /*
- * feedback.h - the quality controller: from a stream of scores (1: no loss) to advice on hot tokens and precision. It
- * owns no memory and knows no cache.
+ * cache/pool.h - where blocks live: pages cut into slots, and the block table on top.
+ *
+ * All pages have one size; a page in use serves one size class (slots of one block size). Free slots of a
+ * class never add up to a whole page: when they would, the sparsest page is emptied into the others (only
+ * the writer moves blocks, readers are not running then) and is free for any class or goes back to the
+ * allocator. So the pages in use are exactly sum over classes of ceil(blocks / slots), whatever the history:
+ * blocks of different sizes cannot fragment the memory, an arena's neither, and what an operation will
+ * need can be computed before it changes anything (tkvi_peak_*).
+ *
+ * Blocks are reference-counted and known by number; their bytes may move. May call plan and below.
+ */
+#ifndef TKVI_CACHE_POOL_H
+#define TKVI_CACHE_POOL_H
+
+
+#define TKVI_NIL 0xffffffffu
+#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
+
+typedef struct tkvi_page {
+    uint8_t *bytes;
+    uint64_t taken;         /* bit per slot */
+    uint32_t owner[64];     /* block in each slot */
+    uint32_t before, after; /* in the list of its class's pages with room, or (after only) of free pages */
+    int size_class;         /* -1: free */
+    int used;
+} tkvi_page;
+
+typedef struct tkvi_block {
+    uint32_t refs; /* lists that hold it; 0: this entry is free */
+    uint32_t page; /* or the next free entry; TKVI_NIL: nobody has it (reclaim/discard.h); */
+    uint16_t slot,
+        coding;    /* TKVI_OUTSIDE: page and slot have the mark of what was stored (reclaim/offload.h) */
+    int start;     /* it covers positions from here to the next block's start */
+    uint64_t gone; /* bit per token in it, oldest first: it was dropped */
+    int16_t
+        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
+    uint16_t
+        via; /* 0, or 1 + the coding between the hot format and this one: step/recompute.h goes the same way */
+    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
+    uint16_t copy_mark; /* of the last one of this number, in whatever life */
+} tkvi_block;
+
+/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
+typedef struct tkvi_notes {
+    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
+    uint32_t mass[64];  /* attention that they got, or norms of their keys (reclaim/scores.h) */
+    uint64_t pinned;    /* bits: they stay */
+    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
+    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
+    int until;
+    int step;  /* when mass was last added to */
+    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
+} tkvi_notes;
+
+typedef struct tkvi_pool {
+    tkvi_heap *heap;
+    const tkvi_tables *tables;
+    int keep_all;    /* in place: pages are never given back */
+    int spare;       /* free pages that only recoding may use */
+    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
+    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
+    tkvi_page *page;
+    uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
+    uint32_t free_page, n_free_pages;
+    tkvi_block *block;
+    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
+    uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
+    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
+    uint32_t n_absent;                        /* ... and of these, those that nobody has */
+    uint64_t marks;                           /* what was stored last (reclaim/offload.h): 47 bits */
+    uint32_t *room;                           /* per class: first page with room */
+    int64_t *live;                            /* per class: blocks */
+    int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
+} tkvi_pool;
+
+/* >>pages needed for given numbers of blocks */
+static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
+    return (blocks + c->slots - 1) / c->slots;
+}
+
+static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
+    tkvi_page *p = &pool->page[i];
+    uint32_t *head = &pool->room[p->size_class];
+    p->before = TKVI_NIL;
+    p->after = *head;
+    if (*head != TKVI_NIL) pool->page[*head].before = i;
+    *head = i;
+}
+
+static void tkvi_unlink_room(tkvi_pool *pool, uint32_t i) {
+    tkvi_page *p = &pool->page[i];
+    if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
+    else pool->room[p->size_class] = p->after;
+    if (p->after != TKVI_NIL) pool->page[p->after].before = p->before;
+}
+
+static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
+    tkvi_page *p = &pool->page[i];
+    p->size_class = -1;
+    p->before = TKVI_NIL;
+    p->after = pool->free_page;
+    pool->free_page = i;
+    pool->n_free_pages++;
+}
+
+/* >>growth. Each gets the memory first and changes the pool only when it has it. */
+/* Entries of a table that must hold `want`: a quarter more each time, so that it is never far from full. */
+static uint32_t tkvi_cap_for(int64_t want) {
+    uint32_t cap = 16;
+    while ((int64_t)cap < want) cap += cap / 4;
+    return cap;
+}
+
+static int tkvi_takes_notes(const tkv_config *cfg) {
+    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
+}
+
+/* Bytes of an entry of the block table, its notes included. */
+static size_t tkvi_block_entry(const tkv_config *cfg) {
+    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
+}
+
+static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
+    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
+    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+    uint32_t i;
+    size_t bytes;
+    uint8_t *bigger;
+    if (want <= had) return 1;
+    if (!tkvi_mul(cap, entry, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
+    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
+    tkvi_put(pool->heap, pool->block, had * entry);
+    pool->block = (tkvi_block *)(void *)bigger;
+    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
+                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
+                      : NULL;
+    pool->block_cap = cap;
+    for (i = cap; i-- > had;) {
+        pool->block[i].page = pool->free_block;
+        pool->free_block = i;
+    }
+    return 1;
+}
+
+static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
+    const uint32_t cap = tkvi_cap_for(want);
+    tkvi_page *bigger;
+    size_t bytes;
+    if (want <= pool->page_cap) return 1;
+    if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
+    bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    if (pool->page) memcpy(bigger, pool->page, pool->page_cap * sizeof *bigger);
+    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *bigger);
+    pool->page = bigger;
+    pool->page_cap = cap;
+    return 1;
+}
+
+static int tkvi_add_page(tkvi_pool *pool) {
+    uint8_t *bytes;
+    tkvi_page *p;
+    if (!tkvi_grow_pages(pool, pool->n_pages + 1)) return 0;
+    bytes = (uint8_t *)tkvi_get(pool->heap, pool->tables->page_bytes);
+    if (!bytes) return 0;
+    p = &pool->page[pool->n_pages];
+    memset(p, 0, sizeof *p);
+    p->bytes = bytes;
+    tkvi_free_page(pool, pool->n_pages++);
+    return 1;
+}
+
+/* Pages that reservations will need beside those in use. */
+static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
+    int64_t pages = 0;
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const tkvi_class *k = &pool->tables->size_class[c];
+        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
+    }
+    return pages;
+}
+
+/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
+ * into the hole. */
+static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
+    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
+    if (pool->keep_all) return;
+    while ((int64_t)pool->n_free_pages > keep) {
+        uint32_t i = pool->free_page, last = pool->n_pages - 1;
+        tkvi_page *p = &pool->page[i];
+        pool->free_page = p->after;
+        pool->n_free_pages--;
+        pool->n_pages--;
+        tkvi_put(pool->heap, p->bytes, pool->tables->page_bytes);
+        if (i == last) continue;
+        *p = pool->page[last];
+        if (p->size_class < 0) { /* free: find who points to it */
+            uint32_t *link = &pool->free_page;
+            while (*link != last) link = &pool->page[*link].after;
+            *link = i;
+        } else {
+            int s;
+            for (s = 0; s < 64; s++)
+                if (p->taken >> s & 1) pool->block[p->owner[s]].page = i;
+            if (p->used < pool->tables->size_class[p->size_class].slots) {
+                if (p->before != TKVI_NIL) pool->page[p->before].after = i;
+                else pool->room[p->size_class] = i;
+                if (p->after != TKVI_NIL) pool->page[p->after].before = i;
+            }
+        }
+    }
+}
+
+static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
+
+/* >>slots */
+static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {
+    const tkvi_page *p = &pool->page[page];
+    return p->bytes + (size_t)slot * pool->tables->size_class[p->size_class].slot_bytes;
+}
+
+static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
+    return tkvi_slot_bytes(pool, b->page, b->slot);
+}
+
+/* A slot of a class for block `owner`. There must be one: tkvi_peak_ready said so. */
+static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
+    int slots = pool->tables->size_class[size_class].slots, s = 0;
+    uint32_t i = pool->room[size_class];
+    tkvi_page *p;
+    if (i == TKVI_NIL) {
+        i = pool->free_page;
+        pool->free_page = pool->page[i].after;
+        pool->n_free_pages--;
+        pool->page[i].size_class = size_class;
+        tkvi_link_room(pool, i);
+    }
+    p = &pool->page[i];
+    while (p->taken >> s & 1) s++;
+    p->taken |= (uint64_t)1 << s;
+    p->owner[s] = owner;
+    if (++p->used == slots) tkvi_unlink_room(pool, i);
+    pool->live[size_class]++;
+    *page = i;
+    *slot = s;
+}
+
+static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
+    tkvi_page *p = &pool->page[page];
+    int size_class = p->size_class;
+    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_room(pool, page);
+    p->taken &= ~((uint64_t)1 << slot);
+    p->used--;
+    pool->live[size_class]--;
+    if (p->used == 0) {
+        tkvi_unlink_room(pool, page);
+        tkvi_free_page(pool, page);
+    }
+}
+
+/* Empties the sparsest page of a class into the others, if they have room for it. */
+static void tkvi_compact(tkvi_pool *pool, int size_class) {
+    const tkvi_class *c = &pool->tables->size_class[size_class];
+    uint32_t i, sparse = pool->room[size_class];
+    int holes = 0, s;
+    tkvi_page *p;
+    for (i = sparse; i != TKVI_NIL; i = pool->page[i].after) {
+        holes += c->slots - pool->page[i].used;
+        if (pool->page[i].used < pool->page[sparse].used) sparse = i;
+    }
+    if (holes < c->slots) return;
+    tkvi_unlink_room(pool, sparse); /* take no slots here */
+    p = &pool->page[sparse];
+    for (s = 0; s < c->slots; s++) {
+        tkvi_block *b;
+        uint32_t to;
+        int to_slot;
+        if (!(p->taken >> s & 1)) continue;
+        b = &pool->block[p->owner[s]];
+        tkvi_take_slot(pool, size_class, p->owner[s], &to, &to_slot);
+        memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
+        b->page = to;
+        b->slot = (uint16_t)to_slot;
+        pool->live[size_class]--; /* moved, not added */
+    }
+    p->taken = 0;
+    p->used = 0;
+    tkvi_free_page(pool, sparse);
+}
+
+static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
+    int size_class = pool->page[page].size_class;
+    const tkvi_class *c = &pool->tables->size_class[size_class];
+    tkvi_clear_slot(pool, page, slot);
+    /* Holes can have reached a page's worth only now; if the page itself emptied, there are none. */
+    if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
+}
+
+/* >>blocks */
+static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
+    uint32_t id = pool->free_block, page;
+    tkvi_block *b = &pool->block[id];
+    int slot;
+    pool->free_block = b->page;
+    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    b->refs = 1;
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->coding = (uint16_t)coding;
+    b->start = start;
+    b->gone = 0;
+    b->packed = 0;
+    b->via = 0;
+    b->copy = 0;
+    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
+    pool->n_blocks++;
+    return id;
+}
+
+/* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
+typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
+
+static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
+    tkvi_block *b = &pool->block[id];
+    uint32_t page, old_page = b->page;
+    int slot, old_slot = b->slot;
+    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
+    write(ctx, tkvi_slot_bytes(pool, old_page, old_slot), tkvi_slot_bytes(pool, page, slot));
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->coding = (uint16_t)coding;
+    tkvi_give_slot(pool, old_page, old_slot);
+}
+
+/* >>outside: what the caller's store has of a block, under key 2 * number + this */
+typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
+
+static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
+
+/* Not even outside: a model must compute it again. */
+static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
+
+/* The mark of what was stored of it. */
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
+}
+
+static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
+
+static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
+    const tkv_spill_config *s = &pool->tables->cfg.spill;
+    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
+}
+
+/* Its tokens are no longer where the exact copy has them, or it dies. */
+static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
+    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
+    pool->block[id].copy = 0;
+}
+
+/* It is in RAM again, or dies. */
+static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
+    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
+    else tkvi_drop_key(pool, id, TKVI_ITSELF);
+    pool->n_spilled--;
+}
+
+static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
+    tkvi_block *b = &pool->block[id];
+    if (--b->refs) return;
+    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
+    else tkvi_give_slot(pool, b->page, b->slot);
+    tkvi_forget_copy(pool, id);
+    b->page = pool->free_block;
+    pool->free_block = id;
+    pool->n_blocks--;
+}
+
+/* >>peak: what a series of takes and gives will need at most, before any of it happens */
+typedef struct tkvi_peak {
+    const tkvi_tables *tables;
+    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
+    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
+    int64_t outside;                 /* blocks without a slot */
+} tkvi_peak;
+
+static void tkvi_peak_note(tkvi_peak *k) {
+    int64_t pages = 0, blocks = k->outside;
+    int c;
+    for (c = 0; c < k->tables->n_classes; c++) {
+        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
+        blocks += k->live[c];
+    }
+    if (pages > k->most_pages) k->most_pages = pages;
+    if (blocks > k->most_blocks) k->most_blocks = blocks;
+}
+
+static void tkvi_peak_take(tkvi_peak *k, int coding) {
+    k->live[k->tables->coding[coding].size_class]++;
+    tkvi_peak_note(k);
+}
+
+static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
+
+/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
+ * changed. */
+static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
+    if (k->most_blocks > (int64_t)0x7fffffff) return 0;
+    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
+    if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
+    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
+        if (!tkvi_add_page(pool)) {
+            tkvi_trim(pool);
+            return 0;
+        }
+    return 1;
+}
+
+#endif /* TKVI_CACHE_POOL_H */
+/* ======== cache/meter.h ======== */
+/*
+ * cache/meter.h - the quality meter: exact copies of blocks of some heads, and what a comparison with them came to.
+ *
+ * A gauge watches one KV head of one layer. When a block of it leaves the hot tier, its record is copied as
+ * it stood; attention/attend.h now and then computes the same attention once more with the copies in place of the
+ * blocks that were coded from them. Only coded blocks are copied: the others are exact in the cache. They are
+ * never cut, so cuts and aborts mean nothing here. All memory is there from the start: nothing can fail later.
+ *
+ * When the copies are full, every other one goes, and from then on every second block is copied, every
+ * fourth, ...: those that are left lie evenly over the sequence. May call plan and below.
+ */
+#ifndef TKVI_CACHE_METER_H
+#define TKVI_CACHE_METER_H
+
+
+#define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
+#define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
+
+typedef struct tkvi_tally {
+    uint64_t samples, agreed;
+    uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
+    uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
+    uint64_t worst;             /* largest divergence */
+} tkvi_tally;
+
+typedef struct tkvi_gauge {
+    int layer, head;
+    int phase;      /* positions p with (p + phase) % every == 0 are measured */
+    int n, stride;  /* copies; of every stride-th block */
+    int *start;     /* [slots] first position of each copied block, rising */
+    int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
+    uint8_t *bytes; /* [slots][record_bytes] */
+    tkvi_tally sum;
+} tkvi_gauge;
+
+typedef struct tkvi_meter {
+    int lock; /* of the sums */
+    int seq;  /* whose blocks are copied; -1: of the next one that begins */
+    int n, slots, every;
+    size_t record_bytes;
+    tkvi_gauge *gauge; /* [n] */
+} tkvi_meter;
+
+/* >>how many, how large */
+static int tkvi_meter_heads(const tkvi_shape *h) {
+    return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
+}
+
+static int tkvi_meter_slots(const tkvi_shape *h) {
+    return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+}
+
+/* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
+static int tkvi_meter_sizes(const tkvi_shape *h, size_t *tables, size_t *copies) {
+    size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
+    *tables = *copies = 0;
+    if (!n) return 1;
+    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_gauge)) +
+              tkvi_align_up(2 * n * slots * sizeof(int));
+    return tkvi_mul(n * slots, h->hot_record, copies);
+}
+
+/* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
+ * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
+static int tkvi_meter_every(const tkvi_shape *h) {
+    int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
+    int every = 32;
+    if (h->cfg.quality_every) return h->cfg.quality_every;
+    while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
+    return every;
+}
+
+/* Layers with blocks of their own get gauges evenly, from the middle of equal parts; heads take turns. */
+static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
+    int i, layer;
+    for (i = 0; i < m->n; i++) {
+        int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
+        for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
+        m->gauge[i].layer = layer;
+        m->gauge[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->gauge[i].phase = (int)((int64_t)i * m->every / m->n);
+    }
+}
+
+/* Forgets the copies. The meter watches the next sequence that begins. */
+static void tkvi_meter_clear(tkvi_meter *m) {
+    int i, k;
+    m->seq = -1;
+    for (i = 0; i < m->n; i++) {
+        m->gauge[i].n = 0;
+        m->gauge[i].stride = 1;
+        for (k = 0; k < m->slots; k++) m->gauge[i].slot[k] = k;
+    }
+}
+
+/* In cleared memory; the copies need not be. NULL if the config asks for none. */
+static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, uint8_t *tables,
+                                    uint8_t *copies) {
+    tkvi_meter *m = (tkvi_meter *)(void *)tables;
+    int i, n = tkvi_meter_heads(h), *numbers;
+    if (!n) return NULL;
+    m->n = n;
+    m->slots = tkvi_meter_slots(h);
+    m->every = tkvi_meter_every(h);
+    m->record_bytes = h->hot_record;
+    tables += tkvi_align_up(sizeof *m);
+    m->gauge = (tkvi_gauge *)(void *)tables;
+    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_gauge)));
+    for (i = 0; i < n; i++) {
+        m->gauge[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
+        m->gauge[i].slot = m->gauge[i].start + m->slots;
+        m->gauge[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
+    }
+    tkvi_meter_place(m, t, h->n_stored);
+    tkvi_meter_clear(m);
+    return m;
+}
+
+/* The gauge of a head, or NULL. */
+static tkvi_gauge *tkvi_gauge_of(const tkvi_meter *m, int layer, int head) {
+    int i;
+    for (i = 0; m && i < m->n; i++)
+        if (m->gauge[i].layer == layer && m->gauge[i].head == head) return &m->gauge[i];
+    return NULL;
+}
+
+/* >>copies */
+static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
+    int slot = g->slot[i];
+    g->n--;
+    memmove(g->start + i, g->start + i + 1, (size_t)(g->n - i) * sizeof *g->start);
+    memmove(g->slot + i, g->slot + i + 1, (size_t)(g->n - i) * sizeof *g->slot);
+    g->slot[g->n] = slot;
+}
+
+/* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
+static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int dropped, const uint8_t *record,
+                            size_t bytes) {
+    int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
+    while (g->n && g->start[0] < dropped) tkvi_gauge_drop(g, 0);
+    if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
+    if (number % g->stride) return;
+    while (g->n == m->slots && g->stride < TKVI_FOREVER / 2) {
+        g->stride *= 2;
+        for (i = g->n - 1; i >= 0; i--)
+            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_gauge_drop(g, i);
+    }
+    if (number % g->stride || g->n == m->slots) return;
+    memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
+    g->start[g->n++] = start;
+}
+
+/* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
+static const uint8_t *tkvi_gauge_copy(const tkvi_meter *m, const tkvi_gauge *g, int start, int *from) {
+    while (*from < g->n && g->start[*from] < start) ++*from;
+    return *from < g->n && g->start[*from] == start ? g->bytes + (size_t)g->slot[*from] * m->record_bytes
+                                                    : NULL;
+}
+
+/* >>sums */
+static uint64_t tkvi_meter_fixed(double x) {
+    float f = (float)x;
+    if (!tkvi_is_finite(f) || f > TKVI_METER_MOST) f = TKVI_METER_MOST;
+    return f > 0.0f ? (uint64_t)((double)f * TKVI_METER_ONE) : 0;
+}
+
+static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
+    sum->samples += more->samples;
+    sum->agreed += more->agreed;
+    sum->keys += more->keys;
+    sum->kept += more->kept;
+    sum->error += more->error;
+    sum->divergence += more->divergence;
+    if (more->worst > sum->worst) sum->worst = more->worst;
+}
+
+#endif /* TKVI_CACHE_METER_H */
+/* ======== cache/cache.h ======== */
+/*
+ * cache/cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
+ * memory, how it ends. May call pool, meter and below.
+ *
+ * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
+ * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
+ * are served from the caller's memory, at their largest sizes, before the first token.
+ */
+#ifndef TKVI_CACHE_CACHE_H
+#define TKVI_CACHE_CACHE_H
+
+
+/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
+ * from its start to the next one's. */
+typedef struct tkvi_list {
+    int n;                    /* blocks */
+    int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
+    int len;                  /* tokens ever appended */
+    int dropped;              /* of them, the first ones are gone (windows) */
+    int chunk_was;            /* chunk, should the append fail */
+    int chunk;                /* len before the last append: what came then stays exact until the next */
+    int tight,
+        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (reclaim/budget.h) */
+    int out; /* blocks behind the sinks that are outside, before the first that is not (reclaim/offload.h) */
+    int step_len; /* len when the open step began */
+    int left;     /* blocks, on paper: as far as a call that needs room may go (reclaim/budget.h) */
+} tkvi_list;
+
+typedef struct tkvi_seq {
+    uint32_t *block; /* [n_layers][cap] block numbers */
+    uint32_t cap;
+    int in_step;
+    int reserved_len; /* 0, or the length up to which memory is promised */
+    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
+} tkvi_seq;
+
+/* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
+#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
+#define TKVI_MIN_CHUNK 8                                             /* blocks */
+#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
+#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
+
+/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
+ * keys this far back count as far. */
+#define TKVI_LEARN 512
+#define TKVI_LEARN_WELL 2048
+#define TKVI_FAR 128
+#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+
+/* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
+typedef struct tkvi_ears {
+    int tokens; /* appended since it listens; -1: it does not */
+    int used;   /* that many when the factors were made last; 0: never */
+} tkvi_ears;
+
+/* What a call asks room for, beside slots (tkv_cache.need). */
+typedef struct tkvi_order {
+    const tkv_rows *rows; /* tokens for lists */
+    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    int64_t blocks;       /* entries of the block table, beyond those of slots */
+} tkvi_order;
+
+struct tkv_cache {
+    tkvi_tables tables;
+    const tkvi_kernels *kernels;
+    tkvi_heap heap;
+    tkvi_arena arena;
+    tkvi_pool pool;
+    tkvi_seq *seq;      /* [max_seqs] */
+    tkvi_list *list;    /* [max_seqs][n_layers] */
+    int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
+    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
+    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
+    float *parts;       /* partial results of parallel attention, or NULL */
+    int parts_taken;
+    /* what attention learns (learn/statistics.h); NULL where no format asks for it */
+    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;           /* somebody is adding */
+    /* the same for SQUAT formats (learn/squat_queries.h) */
+    tkvi_ears *ears; /* [n_layers] */
+    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t
+        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
+    float *solve;      /* [packed] work space */
+    tkvi_meter *meter; /* NULL: none (cache/meter.h) */
+    /* the budget (reclaim/budget.h) */
+    tkv_policy policy;
+    float outside;   /* pressure that the caller feeds */
+    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
+    int64_t debt;    /* bytes that are still to be won for those that came */
+    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    uint64_t spilled, unstored,
+        promoted;     /* blocks that went outside, that the store refused, that came back */
+    int store_failed; /* in the call that goes on: there would have been room */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    tkvi_order order; /* valid during the call */
+    int resort;       /* how far it must go for that: bits of tkvi_resort (reclaim/budget.h) */
+    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
+    /* what is recomputed (reclaim/discard.h) */
+    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
+    uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (reclaim/scores.h) */
+    /* what is dropped (reclaim/evict_tokens.h) */
+    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
+    uint32_t choice_cap; /* of blocks */
+    uint64_t evicted, merged;
+    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
+    char error[160];
+};
+
+static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
+    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+}
+
+static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+}
+
+static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+}
+
+static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t dim = (size_t)cfg->head_dim;
+    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+}
+
+/* NULL where nobody wants it. */
+static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    if (!kv->feedback) return NULL;
+    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
+}
+
+static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_seq *s = &kv->seq[seq];
+    return s->block ? s->block + (size_t)layer * s->cap : NULL;
+}
+
+static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
+    return kv->pool.block[ids[i]].start;
+}
+
+/* End position of block i: where the next one starts, or the length. */
+static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
+}
+
+/* Tokens in block i, those that were dropped since included. */
+static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+}
+
+/* Bits of those that are there. */
+static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+}
+
+/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
+ * each other, so that two entries of `where` are one of them. */
+static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+}
+
+/* Position of one of its tokens. */
+static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+    const tkvi_block *b = &kv->pool.block[id];
+    int32_t at;
+    if (!b->packed) return b->start + slot;
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    return at;
+}
+
+static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const int32_t at = position;
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+}
+
+/* It has changed its tier: promotion waits a while (step/promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+}
+
+/* End of the positions that block i may have tokens of. */
+static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+}
+
+/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
+static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+
+/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
+ * returns the place behind them. */
+static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
+    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
+    int t;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(there >> t & 1)) continue;
+        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->mass[at] = b->mass[t];
+        a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
+        a->anchored |= (anchored >> t & 1) << at;
+        at++;
+    }
+    return at;
+}
+
+/* Is this the format that blocks of the layer's hot tier have? */
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
+/* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
+static int tkvi_drop_margin(const tkvi_plan *p) {
+    return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
+
+static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
+    if (i < list->sinks) return TKV_HOT;
+    if (i < list->sinks + list->archive) return TKV_ARCHIVE;
+    return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
+}
+
+/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
+ * the second newest of each, ... Calls visit for each; returns how many. */
+#define TKVI_LEARN_BLOCKS 16
+
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+
+static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, age, had = -1, found = 0;
+    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
+        had = found;
+        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const int i = list->n - age;
+            const tkvi_block *b;
+            const tkvi_record *r;
+            if (i < list->sinks + list->archive) continue;
+            b = &kv->pool.block[ids[i]];
+            if (tkvi_spilled(b)) continue;
+            r = &kv->tables.coding[b->coding].record[head];
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+                  tkvi_block_tokens(kv, list, ids, i));
+            found++;
+        }
+    }
+    return found;
+}
+
+/* >>errors of mutating calls: status and sentence */
+static tkv_status tkvi_ok(tkv_cache *kv) {
+    kv->error[0] = 0;
+    return TKV_OK;
+}
+
+static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                            const char *more) {
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, what);
+    if (more) {
+        tkvi_say(&t, " ");
+        tkvi_say_int(&t, number);
+        tkvi_say(&t, more);
+    }
+    return st;
+}
+
+/* >>events */
+static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                      const char *text) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.seq = -1;
+    e.layer = layer;
+    e.from = from;
+    e.to = to;
+    e.bytes = bytes;
+    e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_EVICT;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = e.to = -1;
+    e.positions = positions;
+    e.n = n;
+    e.text = "tokens were dropped";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+/* >>statistics: a piece that is there while a layer listens */
+static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
+                         sizeof(int64_t));
+}
+
+static size_t tkvi_heard_bytes(const tkv_config *cfg) {
+    return tkvi_asked_bytes(cfg) +
+           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+}
+
+/* 0: no memory, nothing has changed. */
+static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+    if (!kv->tables.any_shared || kv->asked) return 1;
+    if (heap->limit) tkvi_trim_to(&kv->pool, 0);
+    kv->asked = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->asked) return 0;
+    memset(kv->asked, 0, bytes);
+    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    return 1;
+}
+
+static void tkvi_heard_put(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+    kv->asked = kv->far_attention = NULL;
+}
+
+/* >>sizes of the fixed piece */
+typedef struct tkvi_sizes {
+    /* each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t solve, recode, parts, shadow;
+    size_t total;
+} tkvi_sizes;
+
+static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
+    size_t seqs = (size_t)h->cfg.max_seqs, n;
+    int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
+    memset(s, 0, sizeof *s);
+    s->cache = tkvi_align_up(sizeof(tkv_cache));
+    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
+    if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
+    s->seqs = tkvi_align_up(n);
+    if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    s->lists = tkvi_align_up(n);
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    s->counts = tkvi_align_up(n);
+    s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
+    if (h->cfg.parallel_for)
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_squat) {
+        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
+        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
+        s->metric = tkvi_align_up(s->metric);
+        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback = tkvi_align_up(s->feedback);
+        s->solve = tkvi_align_up(packed * sizeof(float));
+    }
+    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
+    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
+    return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
+           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
+           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+}
+
+/* What tkv_memory counts as tables. */
+static size_t tkvi_table_bytes(const tkvi_sizes *s) {
+    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
+}
+
+/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+    const size_t pages = (size_t)h->spare + 2;
+    size_t n = 0, all = s->total;
+    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
+    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
+    return all;
+}
+
+/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+
+/* Builds an empty cache in one fixed piece from the heap. */
+static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
+    tkvi_heap heap = *from;
+    tkvi_sizes s;
+    uint8_t *at;
+    tkv_cache *kv;
+    int c;
+    size_t classes = (size_t)h->n_classes;
+    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
+    if (!kernels) return TKV_ERR_ISA;
+    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
+    at = (uint8_t *)tkvi_get(&heap, s.total);
+    if (!at) return TKV_ERR_NOMEM;
+    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
+    kv = (tkv_cache *)(void *)at;
+    at += s.cache;
+    tkvi_tables_build(&kv->tables, h, at);
+    at += s.tables;
+    kv->seq = (tkvi_seq *)(void *)at;
+    at += s.seqs;
+    kv->list = (tkvi_list *)(void *)at;
+    at += s.lists;
+    kv->promised = (int64_t *)(void *)at;
+    kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
+    kv->pool.live = kv->peak_live + 2 * classes;
+    kv->pool.promised = kv->pool.live + classes;
+    kv->need = kv->pool.promised + classes;
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
+    at += s.counts;
+    if (s.seen) {
+        kv->seen = (int *)(void *)at;
+        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+    }
+    at += s.seen;
+    if (h->any_squat) {
+        kv->ears = (tkvi_ears *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.ears);
+        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
+        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+    }
+    at += s.ears + s.metric + s.feedback;
+    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
+    at += s.meter + s.solve;
+    kv->recode = (float *)(void *)at;
+    at += s.recode;
+    kv->parts = s.parts ? (float *)(void *)at : NULL;
+    kv->kernels = kernels;
+    kv->fixed_bytes = s.total;
+    kv->table_bytes = tkvi_table_bytes(&s);
+    kv->scratch_bytes = s.solve + s.recode + s.parts;
+    kv->shadow_bytes = s.shadow;
+    kv->pool.tables = &kv->tables;
+    if (!tkvi_heard_get(kv, &heap)) {
+        tkvi_put(&heap, kv, s.total);
+        return TKV_ERR_NOMEM;
+    }
+    kv->heap = heap;
+    kv->pool.heap = &kv->heap;
+    kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
+    for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
+    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
+    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
+    kv->relax_at = (size_t)-1;
+    kv->pool.spare = h->spare;
+    for (c = 0; c < h->cfg.n_layers; c++)
+        if (kv->tables.plan[c].stored == c)
+            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
+    *out = kv;
+    return TKV_OK;
+}
+
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    if (kv->heap.limit) tkvi_trim_to(&kv->pool, 0);
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
+}
+
+/* >>the choice among the tokens of a list (reclaim/evict_tokens.h): bytes for each block */
+#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+
+/* >>life */
+/* The config's allocator, or malloc. */
+static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+    memset(heap, 0, sizeof *heap);
+    heap->from = cfg->allocator;
+#ifndef TKV_NO_MALLOC
+    if (!heap->from.alloc) {
+        heap->from.alloc = tkvi_malloc;
+        heap->from.release = tkvi_mfree;
+    }
+#endif
+    if (heap->from.alloc) return TKV_OK;
+    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+}
+
+/* The sentence about an error of tkvi_build. */
+static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_sizes s;
+    const int fits = tkvi_fixed_sizes(h, &s);
+    if (st == TKV_ERR_ISA) {
+        tkvi_say(&t, "isa is ");
+        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+    } else if (st == TKV_ERR_BUDGET) {
+        tkvi_say(&t, "budget_bytes is ");
+        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_say(&t, "; it must be at least ");
+        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_say(&t, " for an empty cache and its first tokens");
+    } else if (st == TKV_ERR_NOMEM) {
+        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_say(&t, " bytes");
+    } else {
+        tkvi_say(&t, "max_seqs is ");
+        tkvi_say_int(&t, h->cfg.max_seqs);
+        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
+    tkvi_heap heap;
+    tkvi_shape shape;
+    tkv_cache *kv;
+    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    if (!cfg || !out) {
+        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        return TKV_ERR_ARG;
+    }
+    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (st) return st;
+    heap.limit = shape.cfg.budget_bytes;
+    st = tkvi_build(&shape, &heap, &kv);
+    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
+        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        tkv_destroy(kv);
+        st = TKV_ERR_NOMEM;
+    }
+    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
+    *out = kv;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+    return tkv_create_ex(cfg, out, NULL, 0);
+}
+
+TKV_API void tkv_destroy(tkv_cache *kv) {
+    tkvi_heap heap;
+    uint32_t i;
+    int s;
+    if (!kv) return;
+    for (i = 0; i < kv->pool.block_cap; i++) {
+        if (!kv->pool.block[i].refs) continue;
+        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        tkvi_forget_copy(&kv->pool, i);
+    }
+    for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
+    for (s = 0; s < kv->tables.cfg.max_seqs; s++)
+        tkvi_put(&kv->heap, kv->seq[s].block,
+                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+    for (s = 0; s < TKVI_VERSIONS; s++)
+        tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
+    tkvi_heard_put(kv);
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    heap = kv->heap; /* the cache stands in the last piece */
+    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+}
+
+/* >>room for the choice; what is in it is of no use any more */
+static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
+    size_t bytes;
+    uint8_t *bigger;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    kv->choice = bigger;
+    kv->choice_cap = cap;
+    return 1;
+}
+
+/* >>block lists of a sequence: room for `want` blocks per layer */
+static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
+    tkvi_seq *s = &kv->seq[seq];
+    uint32_t cap = tkvi_cap_for(want), *bigger;
+    size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
+    size_t l;
+    if (!tkvi_grow_choice(kv, cap)) return 0;
+    if (cap <= s->cap) return 1;
+    if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
+    bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    for (l = 0; l < layers && s->block; l++)
+        memcpy(bigger + l * cap, s->block + l * s->cap, s->cap * sizeof(uint32_t));
+    tkvi_put(&kv->heap, s->block, layers * s->cap * sizeof(uint32_t));
+    s->block = bigger;
+    s->cap = cap;
+    return 1;
+}
+
+/* >>in place: everything at its largest, at once */
+/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
+ * flushed short. */
+static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
+    if (tokens < 0) tokens = 0;
+    all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] > all) most[tier] = all;
+    }
+}
+
+typedef struct tkvi_most {
+    uint32_t page_cap, block_cap, list_cap;
+    int64_t pages;
+    size_t bytes; /* of everything, each piece at a multiple of 64 */
+} tkvi_most;
+
+/* Under a budget: as many pages as it leaves room for. */
+static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
+    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    size_t rest = 0, lists;
+    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+    if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->list_cap = tkvi_cap_for(list);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        return TKV_ERR_CONFIG;
+    m->pages = (int64_t)(budget / h->page_bytes);
+    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
+    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+        size_t pages = (size_t)m->pages * h->page_bytes, n;
+        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
+        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
+        m->page_cap = tkvi_cap_for(m->pages);
+        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
+            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            m->bytes = budget;
+            return TKV_OK;
+        }
+    }
+    return TKV_ERR_BUDGET;
+}
+
+static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    tkvi_sizes fixed;
+    size_t pages, n;
+    int i, c, tier;
+    memset(m, 0, sizeof *m);
+    memset(live, 0, sizeof live);
+    memset(wait, 0, sizeof wait);
+    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        if (p.stored != i) continue;
+        tkvi_most_blocks(&h->cfg, &p, most);
+        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+            live[h->class_of[p.now.key[tier]]] += most[tier];
+            /* blocks that wait for a table: of all sequences together */
+            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+        }
+    }
+    for (c = 0; c < h->n_classes; c++) {
+        live[c] = live[c] * h->cfg.max_seqs + wait[c];
+        blocks += live[c];
+        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
+    }
+    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->page_cap = tkvi_cap_for(m->pages);
+    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
+    m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
+        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
+        !tkvi_add(pages, m->bytes, &m->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
+        return TKV_ERR_CONFIG;
+    return TKV_OK;
+}
+
+static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
+    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
+    if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
+    if (!st) st = tkvi_most_of(h, m);
+    return st;
+}
+
+TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
+    tkvi_shape h;
+    tkvi_most m;
+    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    if (!bytes) return TKV_ERR_ARG;
+    if (!st) *bytes = m.bytes;
+    return st;
+}
+
+TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+    tkvi_shape h;
+    tkvi_most m;
+    tkvi_heap heap;
+    tkvi_arena arena;
+    tkv_cache *kv;
+    size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
+    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    int i;
+    if (!out || !mem) return TKV_ERR_ARG;
+    if (st) return st;
+    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
+    memset(&arena, 0, sizeof arena);
+    arena.base = (uint8_t *)mem + skip;
+    arena.size = bytes - skip;
+    memset(&heap, 0, sizeof heap);
+    heap.from.user = &arena;
+    heap.from.alloc = tkvi_arena_alloc;
+    heap.from.release = tkvi_arena_release;
+    st = tkvi_build(&h, &heap, &kv);
+    if (st) return st;
+    kv->arena = arena;
+    kv->heap.from.user = &kv->arena;
+    kv->pool.keep_all = 1;
+    /* None of these can fail: tkvi_most_of added up the same pieces. */
+    for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
+        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
+    for (i = 0; i < h.cfg.max_seqs; i++)
+        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
+    while ((int64_t)kv->pool.n_pages < m.pages)
+        if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
+    kv->arena.closed = 1;
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
+    *out = kv;
+    return TKV_OK;
+}
+
+#endif /* TKVI_CACHE_CACHE_H */
+/* ======== cache/lookup.h ======== */
+/*
+ * cache/lookup.h - which sequences and layers a cache has, and how long they are. Every public function that takes a
+ * sequence or a layer asks here first.
+ */
+#ifndef TKVI_CACHE_LOOKUP_H
+#define TKVI_CACHE_LOOKUP_H
+
+
+static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
+    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
+}
+
+static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
+}
+
+/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
+static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    return kv->tables.plan[layer].stored;
+}
+
+/* Do sequence and layer exist, and does this layer store K and V itself? */
+static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
+    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
+}
+
+static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
+TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
+}
+
+TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
+    int layer, len = -1;
+    if (!tkvi_seq_ok(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (kv->tables.plan[layer].stored == layer) {
+            int n = tkvi_list_of(kv, seq, layer)->len;
+            len = len < 0 ? n : tkvi_min(len, n);
+        }
+    return len;
+}
+
+#endif /* TKVI_CACHE_LOOKUP_H */
+/* ======== learn/feedback.h ======== */
+/*
+ * learn/feedback.h - the quality controller: from a stream of scores (1: no loss) to advice on hot tokens and
+ * precision. It owns no memory and knows no cache.
  *
  *     scores  ................ | change |cool-down| 1 .......... 16 ............ 100   newest
  *     count                                        no advice yet | if it is clear | always, the last 100
@@ -14420,8 +15894,8 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
  * Sums are of whole numbers, so that they do not depend on flags. One lock guards a controller's numbers; without
  * atomics (neither gcc nor clang) a controller belongs to one thread. May call plan and below.
  */
-#ifndef TKVI_FEEDBACK_H
-#define TKVI_FEEDBACK_H
+#ifndef TKVI_LEARN_FEEDBACK_H
+#define TKVI_LEARN_FEEDBACK_H
 
 
 #define TKVI_SCORE_ONE 16777216.0 /* 2^24: every float from .5 to 1 is whole */
@@ -14726,25 +16200,25 @@ TKV_API tkv_status tkv_feedback_read(tkv_feedback *f, int last, tkv_feedback_inf
     return TKV_OK;
 }
 
-#endif /* TKVI_FEEDBACK_H */
-/* ======== thresholds.h ======== */
+#endif /* TKVI_LEARN_FEEDBACK_H */
+/* ======== learn/thresholds.h ======== */
 /*
- * thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an array of
- * the caller's; as a text, and back.
+ * learn/thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an
+ * array of the caller's; as a text, and back.
  *
  *     tieredkv-thresholds 1
  *     all 4096 64 448 128 a30 r30 0.981200 SmolLM2-135M
  *     sum 91a2c35b08d1f7e6
  *
- * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or default),
- * score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by model
- * (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
+ * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or
+ * default), score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by
+ * model (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
  * all bytes before its line. A text is read only if it is what would have been printed.
  *
  * May call plan (for formats) and below.
  */
-#ifndef TKVI_THRESHOLDS_H
-#define TKVI_THRESHOLDS_H
+#ifndef TKVI_LEARN_THRESHOLDS_H
+#define TKVI_LEARN_THRESHOLDS_H
 
 
 #include <stddef.h>
@@ -15211,1429 +16685,12 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
     return tkv_thresholds_parse(t, work, used, reason, reason_size);
 }
 
-#endif /* TKVI_THRESHOLDS_H */
-/* ======== pool.h ======== */
+#endif /* TKVI_LEARN_THRESHOLDS_H */
+/* ======== learn/kvquant_tables.h ======== */
 /*
- * pool.h - where blocks live: pages cut into slots, and the block table on top.
- *
- * All pages have one size; a page in use serves one size class (slots of one block size). Free slots of a
- * class never add up to a whole page: when they would, the sparsest page is emptied into the others (only
- * the writer moves blocks, readers are not running then) and is free for any class or goes back to the
- * allocator. So the pages in use are exactly sum over classes of ceil(blocks / slots), whatever the history:
- * blocks of different sizes cannot fragment the memory, an arena's neither, and what an operation will
- * need can be computed before it changes anything (tkvi_peak_*).
- *
- * Blocks are reference-counted and known by number; their bytes may move. May call plan and below.
- */
-#ifndef TKVI_POOL_H
-#define TKVI_POOL_H
-
-
-#define TKVI_NIL 0xffffffffu
-#define TKVI_OUTSIDE 0x80000000u /* a bit of a block's page; no pool has so many */
-
-typedef struct tkvi_page {
-    uint8_t *bytes;
-    uint64_t taken;         /* bit per slot */
-    uint32_t owner[64];     /* block in each slot */
-    uint32_t before, after; /* in the list of its class's pages with room, or (after only) of free pages */
-    int size_class;         /* -1: free */
-    int used;
-} tkvi_page;
-
-typedef struct tkvi_block {
-    uint32_t refs;         /* lists that hold it; 0: this entry is free */
-    uint32_t page;         /* or the next free entry; TKVI_NIL: nobody has it (absent.h); */
-    uint16_t slot, coding; /* TKVI_OUTSIDE: page and slot have the mark of what was stored (spill.h) */
-    int start;             /* it covers positions from here to the next block's start */
-    uint64_t gone;         /* bit per token in it, oldest first: it was dropped */
-    int16_t
-        packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
-    uint16_t
-        via; /* 0, or 1 + the coding between the hot format and this one: recompute.h goes the same way */
-    uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
-    uint16_t copy_mark; /* of the last one of this number, in whatever life */
-} tkvi_block;
-
-/* What is kept of a block's tokens where some may be dropped, or their importance counts. */
-typedef struct tkvi_notes {
-    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got, or norms of their keys (mass.h) */
-    uint64_t pinned;    /* bits: they stay */
-    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
-    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (drop.h) */
-    int until;
-    int step;  /* when mass was last added to */
-    int moved; /* 0, or 1 + the list's length when the block last changed its tier */
-} tkvi_notes;
-
-typedef struct tkvi_pool {
-    tkvi_heap *heap;
-    const tkvi_tables *tables;
-    int keep_all;    /* in place: pages are never given back */
-    int spare;       /* free pages that only recoding may use */
-    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
-    int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
-    tkvi_page *page;
-    uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
-    uint32_t free_page, n_free_pages;
-    tkvi_block *block;
-    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
-    uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
-    uint32_t n_absent;                        /* ... and of these, those that nobody has */
-    uint64_t marks;                           /* what was stored last (spill.h): 47 bits */
-    uint32_t *room;                           /* per class: first page with room */
-    int64_t *live;                            /* per class: blocks */
-    int64_t *promised;                        /* per class: slots that tkv_reserve holds, all sequences */
-} tkvi_pool;
-
-/* >>pages needed for given numbers of blocks */
-static int64_t tkvi_pages_for(const tkvi_class *c, int64_t blocks) {
-    return (blocks + c->slots - 1) / c->slots;
-}
-
-static void tkvi_link_room(tkvi_pool *pool, uint32_t i) {
-    tkvi_page *p = &pool->page[i];
-    uint32_t *head = &pool->room[p->size_class];
-    p->before = TKVI_NIL;
-    p->after = *head;
-    if (*head != TKVI_NIL) pool->page[*head].before = i;
-    *head = i;
-}
-
-static void tkvi_unlink_room(tkvi_pool *pool, uint32_t i) {
-    tkvi_page *p = &pool->page[i];
-    if (p->before != TKVI_NIL) pool->page[p->before].after = p->after;
-    else pool->room[p->size_class] = p->after;
-    if (p->after != TKVI_NIL) pool->page[p->after].before = p->before;
-}
-
-static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
-    tkvi_page *p = &pool->page[i];
-    p->size_class = -1;
-    p->before = TKVI_NIL;
-    p->after = pool->free_page;
-    pool->free_page = i;
-    pool->n_free_pages++;
-}
-
-/* >>growth. Each gets the memory first and changes the pool only when it has it. */
-/* Entries of a table that must hold `want`: a quarter more each time, so that it is never far from full. */
-static uint32_t tkvi_cap_for(int64_t want) {
-    uint32_t cap = 16;
-    while ((int64_t)cap < want) cap += cap / 4;
-    return cap;
-}
-
-static int tkvi_takes_notes(const tkv_config *cfg) {
-    return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
-}
-
-/* Bytes of an entry of the block table, its notes included. */
-static size_t tkvi_block_entry(const tkv_config *cfg) {
-    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
-}
-
-static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
-    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
-    uint32_t i;
-    size_t bytes;
-    uint8_t *bigger;
-    if (want <= had) return 1;
-    if (!tkvi_mul(cap, entry, &bytes)) return 0;
-    bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
-    if (!bigger) return 0;
-    memset(bigger, 0, bytes);
-    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
-    tkvi_put(pool->heap, pool->block, had * entry);
-    pool->block = (tkvi_block *)(void *)bigger;
-    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
-                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
-                      : NULL;
-    pool->block_cap = cap;
-    for (i = cap; i-- > had;) {
-        pool->block[i].page = pool->free_block;
-        pool->free_block = i;
-    }
-    return 1;
-}
-
-static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    const uint32_t cap = tkvi_cap_for(want);
-    tkvi_page *bigger;
-    size_t bytes;
-    if (want <= pool->page_cap) return 1;
-    if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
-    bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
-    if (!bigger) return 0;
-    memset(bigger, 0, bytes);
-    if (pool->page) memcpy(bigger, pool->page, pool->page_cap * sizeof *bigger);
-    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *bigger);
-    pool->page = bigger;
-    pool->page_cap = cap;
-    return 1;
-}
-
-static int tkvi_add_page(tkvi_pool *pool) {
-    uint8_t *bytes;
-    tkvi_page *p;
-    if (!tkvi_grow_pages(pool, pool->n_pages + 1)) return 0;
-    bytes = (uint8_t *)tkvi_get(pool->heap, pool->tables->page_bytes);
-    if (!bytes) return 0;
-    p = &pool->page[pool->n_pages];
-    memset(p, 0, sizeof *p);
-    p->bytes = bytes;
-    tkvi_free_page(pool, pool->n_pages++);
-    return 1;
-}
-
-/* Pages that reservations will need beside those in use. */
-static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
-    int64_t pages = 0;
-    int c;
-    for (c = 0; c < pool->tables->n_classes; c++) {
-        const tkvi_class *k = &pool->tables->size_class[c];
-        pages += tkvi_pages_for(k, pool->live[c] + pool->promised[c]) - tkvi_pages_for(k, pool->live[c]);
-    }
-    return pages;
-}
-
-/* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
- * into the hole. */
-static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
-    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
-    if (pool->keep_all) return;
-    while ((int64_t)pool->n_free_pages > keep) {
-        uint32_t i = pool->free_page, last = pool->n_pages - 1;
-        tkvi_page *p = &pool->page[i];
-        pool->free_page = p->after;
-        pool->n_free_pages--;
-        pool->n_pages--;
-        tkvi_put(pool->heap, p->bytes, pool->tables->page_bytes);
-        if (i == last) continue;
-        *p = pool->page[last];
-        if (p->size_class < 0) { /* free: find who points to it */
-            uint32_t *link = &pool->free_page;
-            while (*link != last) link = &pool->page[*link].after;
-            *link = i;
-        } else {
-            int s;
-            for (s = 0; s < 64; s++)
-                if (p->taken >> s & 1) pool->block[p->owner[s]].page = i;
-            if (p->used < pool->tables->size_class[p->size_class].slots) {
-                if (p->before != TKVI_NIL) pool->page[p->before].after = i;
-                else pool->room[p->size_class] = i;
-                if (p->after != TKVI_NIL) pool->page[p->after].before = i;
-            }
-        }
-    }
-}
-
-static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
-
-/* >>slots */
-static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {
-    const tkvi_page *p = &pool->page[page];
-    return p->bytes + (size_t)slot * pool->tables->size_class[p->size_class].slot_bytes;
-}
-
-static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
-    return tkvi_slot_bytes(pool, b->page, b->slot);
-}
-
-/* A slot of a class for block `owner`. There must be one: tkvi_peak_ready said so. */
-static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
-    int slots = pool->tables->size_class[size_class].slots, s = 0;
-    uint32_t i = pool->room[size_class];
-    tkvi_page *p;
-    if (i == TKVI_NIL) {
-        i = pool->free_page;
-        pool->free_page = pool->page[i].after;
-        pool->n_free_pages--;
-        pool->page[i].size_class = size_class;
-        tkvi_link_room(pool, i);
-    }
-    p = &pool->page[i];
-    while (p->taken >> s & 1) s++;
-    p->taken |= (uint64_t)1 << s;
-    p->owner[s] = owner;
-    if (++p->used == slots) tkvi_unlink_room(pool, i);
-    pool->live[size_class]++;
-    *page = i;
-    *slot = s;
-}
-
-static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
-    tkvi_page *p = &pool->page[page];
-    int size_class = p->size_class;
-    if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_room(pool, page);
-    p->taken &= ~((uint64_t)1 << slot);
-    p->used--;
-    pool->live[size_class]--;
-    if (p->used == 0) {
-        tkvi_unlink_room(pool, page);
-        tkvi_free_page(pool, page);
-    }
-}
-
-/* Empties the sparsest page of a class into the others, if they have room for it. */
-static void tkvi_compact(tkvi_pool *pool, int size_class) {
-    const tkvi_class *c = &pool->tables->size_class[size_class];
-    uint32_t i, sparse = pool->room[size_class];
-    int holes = 0, s;
-    tkvi_page *p;
-    for (i = sparse; i != TKVI_NIL; i = pool->page[i].after) {
-        holes += c->slots - pool->page[i].used;
-        if (pool->page[i].used < pool->page[sparse].used) sparse = i;
-    }
-    if (holes < c->slots) return;
-    tkvi_unlink_room(pool, sparse); /* take no slots here */
-    p = &pool->page[sparse];
-    for (s = 0; s < c->slots; s++) {
-        tkvi_block *b;
-        uint32_t to;
-        int to_slot;
-        if (!(p->taken >> s & 1)) continue;
-        b = &pool->block[p->owner[s]];
-        tkvi_take_slot(pool, size_class, p->owner[s], &to, &to_slot);
-        memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
-        b->page = to;
-        b->slot = (uint16_t)to_slot;
-        pool->live[size_class]--; /* moved, not added */
-    }
-    p->taken = 0;
-    p->used = 0;
-    tkvi_free_page(pool, sparse);
-}
-
-static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
-    int size_class = pool->page[page].size_class;
-    const tkvi_class *c = &pool->tables->size_class[size_class];
-    tkvi_clear_slot(pool, page, slot);
-    /* Holes can have reached a page's worth only now; if the page itself emptied, there are none. */
-    if (pool->live[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
-}
-
-/* >>blocks */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
-    uint32_t id = pool->free_block, page;
-    tkvi_block *b = &pool->block[id];
-    int slot;
-    pool->free_block = b->page;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
-    b->refs = 1;
-    b->page = page;
-    b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
-    b->start = start;
-    b->gone = 0;
-    b->packed = 0;
-    b->via = 0;
-    b->copy = 0;
-    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
-    pool->n_blocks++;
-    return id;
-}
-
-/* Moves a block that has one holder to another coding: `write` fills the new bytes from the old ones. */
-typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
-
-static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rewrite write, void *ctx) {
-    tkvi_block *b = &pool->block[id];
-    uint32_t page, old_page = b->page;
-    int slot, old_slot = b->slot;
-    tkvi_take_slot(pool, pool->tables->coding[coding].size_class, id, &page, &slot);
-    write(ctx, tkvi_slot_bytes(pool, old_page, old_slot), tkvi_slot_bytes(pool, page, slot));
-    b->page = page;
-    b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
-    tkvi_give_slot(pool, old_page, old_slot);
-}
-
-/* >>outside: what the caller's store has of a block, under key 2 * number + this */
-typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
-
-static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
-
-/* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
-
-/* The mark of what was stored of it. */
-static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
-    return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
-}
-
-static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
-
-static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
-    const tkv_spill_config *s = &pool->tables->cfg.spill;
-    if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
-}
-
-/* Its tokens are no longer where the exact copy has them, or it dies. */
-static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
-    pool->block[id].copy = 0;
-}
-
-/* It is in RAM again, or dies. */
-static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
-    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
-    else tkvi_drop_key(pool, id, TKVI_ITSELF);
-    pool->n_spilled--;
-}
-
-static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
-    tkvi_block *b = &pool->block[id];
-    if (--b->refs) return;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
-    else tkvi_give_slot(pool, b->page, b->slot);
-    tkvi_forget_copy(pool, id);
-    b->page = pool->free_block;
-    pool->free_block = id;
-    pool->n_blocks--;
-}
-
-/* >>peak: what a series of takes and gives will need at most, before any of it happens */
-typedef struct tkvi_peak {
-    const tkvi_tables *tables;
-    int64_t *live;                   /* [n_classes] slots in use or promised, as the series goes on */
-    int64_t most_pages, most_blocks; /* at any moment; a block being recoded counts twice */
-    int64_t outside;                 /* blocks without a slot */
-} tkvi_peak;
-
-static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->outside;
-    int c;
-    for (c = 0; c < k->tables->n_classes; c++) {
-        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
-        blocks += k->live[c];
-    }
-    if (pages > k->most_pages) k->most_pages = pages;
-    if (blocks > k->most_blocks) k->most_blocks = blocks;
-}
-
-static void tkvi_peak_take(tkvi_peak *k, int coding) {
-    k->live[k->tables->coding[coding].size_class]++;
-    tkvi_peak_note(k);
-}
-
-static void tkvi_peak_give(tkvi_peak *k, int coding) { k->live[k->tables->coding[coding].size_class]--; }
-
-/* Gets everything that the peak needs, and keeps the spare pages. On failure nothing that a caller can see has
- * changed. */
-static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
-    if (k->most_blocks > (int64_t)0x7fffffff) return 0;
-    if (pool->allowed && k->most_pages + pool->spare > pool->allowed) return 0;
-    if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages + pool->spare)
-        if (!tkvi_add_page(pool)) {
-            tkvi_trim(pool);
-            return 0;
-        }
-    return 1;
-}
-
-#endif /* TKVI_POOL_H */
-/* ======== meter.h ======== */
-/*
- * meter.h - the quality meter: exact copies of blocks of some heads, and what a comparison with them came to.
- *
- * A gauge watches one KV head of one layer. When a block of it leaves the hot tier, its record is copied as
- * it stood; attend.h now and then computes the same attention once more with the copies in place of the
- * blocks that were coded from them. Only coded blocks are copied: the others are exact in the cache. They are
- * never cut, so cuts and aborts mean nothing here. All memory is there from the start: nothing can fail later.
- *
- * When the copies are full, every other one goes, and from then on every second block is copied, every
- * fourth, ...: those that are left lie evenly over the sequence. May call plan and below.
- */
-#ifndef TKVI_METER_H
-#define TKVI_METER_H
-
-
-#define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
-#define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
-
-typedef struct tkvi_tally {
-    uint64_t samples, agreed;
-    uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
-    uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
-    uint64_t worst;             /* largest divergence */
-} tkvi_tally;
-
-typedef struct tkvi_gauge {
-    int layer, head;
-    int phase;      /* positions p with (p + phase) % every == 0 are measured */
-    int n, stride;  /* copies; of every stride-th block */
-    int *start;     /* [slots] first position of each copied block, rising */
-    int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
-    uint8_t *bytes; /* [slots][record_bytes] */
-    tkvi_tally sum;
-} tkvi_gauge;
-
-typedef struct tkvi_meter {
-    int lock; /* of the sums */
-    int seq;  /* whose blocks are copied; -1: of the next one that begins */
-    int n, slots, every;
-    size_t record_bytes;
-    tkvi_gauge *gauge; /* [n] */
-} tkvi_meter;
-
-/* >>how many, how large */
-static int tkvi_meter_heads(const tkvi_shape *h) {
-    return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
-}
-
-static int tkvi_meter_slots(const tkvi_shape *h) {
-    return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
-}
-
-/* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
-static int tkvi_meter_sizes(const tkvi_shape *h, size_t *tables, size_t *copies) {
-    size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
-    *tables = *copies = 0;
-    if (!n) return 1;
-    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_gauge)) +
-              tkvi_align_up(2 * n * slots * sizeof(int));
-    return tkvi_mul(n * slots, h->hot_record, copies);
-}
-
-/* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
- * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
-static int tkvi_meter_every(const tkvi_shape *h) {
-    int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
-    int every = 32;
-    if (h->cfg.quality_every) return h->cfg.quality_every;
-    while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
-    return every;
-}
-
-/* Layers with blocks of their own get gauges evenly, from the middle of equal parts; heads take turns. */
-static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
-    int i, layer;
-    for (i = 0; i < m->n; i++) {
-        int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
-        for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
-        m->gauge[i].layer = layer;
-        m->gauge[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
-        m->gauge[i].phase = (int)((int64_t)i * m->every / m->n);
-    }
-}
-
-/* Forgets the copies. The meter watches the next sequence that begins. */
-static void tkvi_meter_clear(tkvi_meter *m) {
-    int i, k;
-    m->seq = -1;
-    for (i = 0; i < m->n; i++) {
-        m->gauge[i].n = 0;
-        m->gauge[i].stride = 1;
-        for (k = 0; k < m->slots; k++) m->gauge[i].slot[k] = k;
-    }
-}
-
-/* In cleared memory; the copies need not be. NULL if the config asks for none. */
-static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, uint8_t *tables,
-                                    uint8_t *copies) {
-    tkvi_meter *m = (tkvi_meter *)(void *)tables;
-    int i, n = tkvi_meter_heads(h), *numbers;
-    if (!n) return NULL;
-    m->n = n;
-    m->slots = tkvi_meter_slots(h);
-    m->every = tkvi_meter_every(h);
-    m->record_bytes = h->hot_record;
-    tables += tkvi_align_up(sizeof *m);
-    m->gauge = (tkvi_gauge *)(void *)tables;
-    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_gauge)));
-    for (i = 0; i < n; i++) {
-        m->gauge[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
-        m->gauge[i].slot = m->gauge[i].start + m->slots;
-        m->gauge[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
-    }
-    tkvi_meter_place(m, t, h->n_stored);
-    tkvi_meter_clear(m);
-    return m;
-}
-
-/* The gauge of a head, or NULL. */
-static tkvi_gauge *tkvi_gauge_of(const tkvi_meter *m, int layer, int head) {
-    int i;
-    for (i = 0; m && i < m->n; i++)
-        if (m->gauge[i].layer == layer && m->gauge[i].head == head) return &m->gauge[i];
-    return NULL;
-}
-
-/* >>copies */
-static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
-    int slot = g->slot[i];
-    g->n--;
-    memmove(g->start + i, g->start + i + 1, (size_t)(g->n - i) * sizeof *g->start);
-    memmove(g->slot + i, g->slot + i + 1, (size_t)(g->n - i) * sizeof *g->slot);
-    g->slot[g->n] = slot;
-}
-
-/* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
-static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int dropped, const uint8_t *record,
-                            size_t bytes) {
-    int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
-    while (g->n && g->start[0] < dropped) tkvi_gauge_drop(g, 0);
-    if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
-    if (number % g->stride) return;
-    while (g->n == m->slots && g->stride < TKVI_FOREVER / 2) {
-        g->stride *= 2;
-        for (i = g->n - 1; i >= 0; i--)
-            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_gauge_drop(g, i);
-    }
-    if (number % g->stride || g->n == m->slots) return;
-    memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
-    g->start[g->n++] = start;
-}
-
-/* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
-static const uint8_t *tkvi_gauge_copy(const tkvi_meter *m, const tkvi_gauge *g, int start, int *from) {
-    while (*from < g->n && g->start[*from] < start) ++*from;
-    return *from < g->n && g->start[*from] == start ? g->bytes + (size_t)g->slot[*from] * m->record_bytes
-                                                    : NULL;
-}
-
-/* >>sums */
-static uint64_t tkvi_meter_fixed(double x) {
-    float f = (float)x;
-    if (!tkvi_is_finite(f) || f > TKVI_METER_MOST) f = TKVI_METER_MOST;
-    return f > 0.0f ? (uint64_t)((double)f * TKVI_METER_ONE) : 0;
-}
-
-static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
-    sum->samples += more->samples;
-    sum->agreed += more->agreed;
-    sum->keys += more->keys;
-    sum->kept += more->kept;
-    sum->error += more->error;
-    sum->divergence += more->divergence;
-    if (more->worst > sum->worst) sum->worst = more->worst;
-}
-
-#endif /* TKVI_METER_H */
-/* ======== cache.h ======== */
-/*
- * cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
- * memory, how it ends. May call pool, meter and below.
- *
- * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
- * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
- * are served from the caller's memory, at their largest sizes, before the first token.
- */
-#ifndef TKVI_CACHE_H
-#define TKVI_CACHE_H
-
-
-/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
- * from its start to the next one's. */
-typedef struct tkvi_list {
-    int n;                    /* blocks */
-    int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
-    int len;                  /* tokens ever appended */
-    int dropped;              /* of them, the first ones are gone (windows) */
-    int chunk_was;            /* chunk, should the append fail */
-    int chunk;                /* len before the last append: what came then stays exact until the next */
-    int tight,
-        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (budget.h) */
-    int out;      /* blocks behind the sinks that are outside, before the first that is not (spill.h) */
-    int step_len; /* len when the open step began */
-    int left;     /* blocks, on paper: as far as a call that needs room may go (budget.h) */
-} tkvi_list;
-
-typedef struct tkvi_seq {
-    uint32_t *block; /* [n_layers][cap] block numbers */
-    uint32_t cap;
-    int in_step;
-    int reserved_len; /* 0, or the length up to which memory is promised */
-    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
-} tkvi_seq;
-
-/* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
-#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
-#define TKVI_MIN_CHUNK 8                                             /* blocks */
-#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
-#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attend.h */
-
-/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
- * keys this far back count as far. */
-#define TKVI_LEARN 512
-#define TKVI_LEARN_WELL 2048
-#define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
-
-/* How far a layer whose encoder wants to know the queries has listened (metric.h). */
-typedef struct tkvi_ears {
-    int tokens; /* appended since it listens; -1: it does not */
-    int used;   /* that many when the factors were made last; 0: never */
-} tkvi_ears;
-
-/* What a call asks room for, beside slots (tkv_cache.need). */
-typedef struct tkvi_order {
-    const tkv_rows *rows; /* tokens for lists */
-    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
-    int64_t blocks;       /* entries of the block table, beyond those of slots */
-} tkvi_order;
-
-struct tkv_cache {
-    tkvi_tables tables;
-    const tkvi_kernels *kernels;
-    tkvi_heap heap;
-    tkvi_arena arena;
-    tkvi_pool pool;
-    tkvi_seq *seq;      /* [max_seqs] */
-    tkvi_list *list;    /* [max_seqs][n_layers] */
-    int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
-    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
-    float *parts;       /* partial results of parallel attention, or NULL */
-    int parts_taken;
-    /* what attention learns (learn.h); NULL where no format asks for it */
-    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
-    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int learning;           /* somebody is adding */
-    /* the same for SQUAT formats (metric.h) */
-    tkvi_ears *ears; /* [n_layers] */
-    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t
-        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
-    float *solve;      /* [packed] work space */
-    tkvi_meter *meter; /* NULL: none (meter.h) */
-    /* the budget (budget.h) */
-    tkv_policy policy;
-    float outside;   /* pressure that the caller feeds */
-    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
-    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
-    int64_t debt;    /* bytes that are still to be won for those that came */
-    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
-    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
-    uint64_t spilled, unstored,
-        promoted;     /* blocks that went outside, that the store refused, that came back */
-    int store_failed; /* in the call that goes on: there would have been room */
-    int64_t
-        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
-    tkvi_order order; /* valid during the call */
-    int resort;       /* how far it must go for that: bits of tkvi_resort (budget.h) */
-    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
-    /* what is recomputed (absent.h) */
-    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
-    uint64_t vacated, recomputed; /* blocks */
-    tkvi_mass mass;               /* what the config gathers of attention (mass.h) */
-    /* what is dropped (drop.h) */
-    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
-    uint32_t choice_cap; /* of blocks */
-    uint64_t evicted, merged;
-    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
-    char error[160];
-};
-
-static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
-    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
-}
-
-static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
-}
-
-static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
-}
-
-static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t dim = (size_t)cfg->head_dim;
-    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
-}
-
-/* NULL where nobody wants it. */
-static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
-    if (!kv->feedback) return NULL;
-    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
-}
-
-static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_seq *s = &kv->seq[seq];
-    return s->block ? s->block + (size_t)layer * s->cap : NULL;
-}
-
-static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
-    return kv->pool.block[ids[i]].start;
-}
-
-/* End position of block i: where the next one starts, or the length. */
-static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
-}
-
-/* Tokens in block i, those that were dropped since included. */
-static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
-}
-
-/* Bits of those that are there. */
-static uint64_t tkvi_there(const tkvi_block *b, int slots) {
-    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
-}
-
-/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
- * each other, so that two entries of `where` are one of them. */
-static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
-    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
-}
-
-/* Position of one of its tokens. */
-static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
-    const tkvi_block *b = &kv->pool.block[id];
-    int32_t at;
-    if (!b->packed) return b->start + slot;
-    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
-    return at;
-}
-
-static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
-    const tkvi_block *b = &kv->pool.block[id];
-    const int32_t at = position;
-    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
-    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
-}
-
-/* It has changed its tier: promotion waits a while (promotion.h). */
-static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
-}
-
-/* End of the positions that block i may have tokens of. */
-static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
-}
-
-/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
-static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
-
-/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
- * returns the place behind them. */
-static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
-    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
-    int t;
-    if (at == 0) a->pinned = a->passing = a->anchored = 0;
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        if (!(there >> t & 1)) continue;
-        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
-        a->mass[at] = b->mass[t];
-        a->pinned |= (pinned >> t & 1) << at;
-        a->passing |= (passing >> t & 1) << at;
-        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
-        a->anchored |= (anchored >> t & 1) << at;
-        at++;
-    }
-    return at;
-}
-
-/* Is this the format that blocks of the layer's hot tier have? */
-static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
-    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
-}
-
-/* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
-static int tkvi_drop_margin(const tkvi_plan *p) {
-    return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
-}
-
-static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
-    if (i < list->sinks) return TKV_HOT;
-    if (i < list->sinks + list->archive) return TKV_ARCHIVE;
-    return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
-}
-
-/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
- * the second newest of each, ... Calls visit for each; returns how many. */
-#define TKVI_LEARN_BLOCKS 16
-
-typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
-
-static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, age, had = -1, found = 0;
-    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
-        had = found;
-        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const int i = list->n - age;
-            const tkvi_block *b;
-            const tkvi_record *r;
-            if (i < list->sinks + list->archive) continue;
-            b = &kv->pool.block[ids[i]];
-            if (tkvi_spilled(b)) continue;
-            r = &kv->tables.coding[b->coding].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
-                  tkvi_block_tokens(kv, list, ids, i));
-            found++;
-        }
-    }
-    return found;
-}
-
-/* >>errors of mutating calls: status and sentence */
-static tkv_status tkvi_ok(tkv_cache *kv) {
-    kv->error[0] = 0;
-    return TKV_OK;
-}
-
-static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
-                            const char *more) {
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, what);
-    if (more) {
-        tkvi_say(&t, " ");
-        tkvi_say_int(&t, number);
-        tkvi_say(&t, more);
-    }
-    return st;
-}
-
-/* >>events */
-static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
-                      const char *text) {
-    tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
-    memset(&e, 0, sizeof e);
-    e.kind = kind;
-    e.seq = -1;
-    e.layer = layer;
-    e.from = from;
-    e.to = to;
-    e.bytes = bytes;
-    e.text = text;
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
-}
-
-static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
-    tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
-    memset(&e, 0, sizeof e);
-    e.kind = TKV_EVENT_EVICT;
-    e.seq = seq;
-    e.layer = layer;
-    e.from = e.to = -1;
-    e.positions = positions;
-    e.n = n;
-    e.text = "tokens were dropped";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
-}
-
-static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkv_event e;
-    if (!kv->tables.cfg.on_event) return;
-    memset(&e, 0, sizeof e);
-    e.kind = TKV_EVENT_SPILL;
-    e.seq = seq;
-    e.layer = layer;
-    e.from = tkvi_block_start(kv, ids, i);
-    e.to = tkvi_block_end(kv, list, ids, i);
-    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
-    e.text = "a block went outside RAM";
-    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
-}
-
-/* >>statistics: a piece that is there while a layer listens */
-static size_t tkvi_asked_bytes(const tkv_config *cfg) {
-    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
-                         sizeof(int64_t));
-}
-
-static size_t tkvi_heard_bytes(const tkv_config *cfg) {
-    return tkvi_asked_bytes(cfg) +
-           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
-}
-
-/* 0: no memory, nothing has changed. */
-static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
-    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
-    if (!kv->tables.any_shared || kv->asked) return 1;
-    if (heap->limit) tkvi_trim_to(&kv->pool, 0);
-    kv->asked = (int64_t *)tkvi_get(heap, bytes);
-    if (!kv->asked) return 0;
-    memset(kv->asked, 0, bytes);
-    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
-    return 1;
-}
-
-static void tkvi_heard_put(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
-    kv->asked = kv->far_attention = NULL;
-}
-
-/* >>sizes of the fixed piece */
-typedef struct tkvi_sizes {
-    /* each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
-    size_t solve, recode, parts, shadow;
-    size_t total;
-} tkvi_sizes;
-
-static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
-    memset(s, 0, sizeof *s);
-    s->cache = tkvi_align_up(sizeof(tkv_cache));
-    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
-    if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
-    s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
-    s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
-    s->counts = tkvi_align_up(n);
-    s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
-    if (h->any_squat) {
-        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
-        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
-        s->metric = tkvi_align_up(s->metric);
-        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
-        s->feedback = tkvi_align_up(s->feedback);
-        s->solve = tkvi_align_up(packed * sizeof(float));
-    }
-    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
-    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
-    return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
-           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
-}
-
-/* What tkv_memory counts as tables. */
-static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
-}
-
-/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->spare + 2;
-    size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
-    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
-    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
-    return all;
-}
-
-/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
-static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
-
-/* Builds an empty cache in one fixed piece from the heap. */
-static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
-    tkvi_heap heap = *from;
-    tkvi_sizes s;
-    uint8_t *at;
-    tkv_cache *kv;
-    int c;
-    size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
-    if (!kernels) return TKV_ERR_ISA;
-    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
-    at = (uint8_t *)tkvi_get(&heap, s.total);
-    if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
-    kv = (tkv_cache *)(void *)at;
-    at += s.cache;
-    tkvi_tables_build(&kv->tables, h, at);
-    at += s.tables;
-    kv->seq = (tkvi_seq *)(void *)at;
-    at += s.seqs;
-    kv->list = (tkvi_list *)(void *)at;
-    at += s.lists;
-    kv->promised = (int64_t *)(void *)at;
-    kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
-    kv->pool.live = kv->peak_live + 2 * classes;
-    kv->pool.promised = kv->pool.live + classes;
-    kv->need = kv->pool.promised + classes;
-    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
-    at += s.counts;
-    if (s.seen) {
-        kv->seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
-            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
-    }
-    at += s.seen;
-    if (h->any_squat) {
-        kv->ears = (tkvi_ears *)(void *)at;
-        kv->metric = (int64_t *)(void *)(at + s.ears);
-        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
-        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
-    }
-    at += s.ears + s.metric + s.feedback;
-    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
-    at += s.meter + s.solve;
-    kv->recode = (float *)(void *)at;
-    at += s.recode;
-    kv->parts = s.parts ? (float *)(void *)at : NULL;
-    kv->kernels = kernels;
-    kv->fixed_bytes = s.total;
-    kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->shadow_bytes = s.shadow;
-    kv->pool.tables = &kv->tables;
-    if (!tkvi_heard_get(kv, &heap)) {
-        tkvi_put(&heap, kv, s.total);
-        return TKV_ERR_NOMEM;
-    }
-    kv->heap = heap;
-    kv->pool.heap = &kv->heap;
-    kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
-    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
-    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
-    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
-    kv->relax_at = (size_t)-1;
-    kv->pool.spare = h->spare;
-    for (c = 0; c < h->cfg.n_layers; c++)
-        if (kv->tables.plan[c].stored == c)
-            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
-    *out = kv;
-    return TKV_OK;
-}
-
-/* >>tables */
-/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
-    tkvi_tables *t = &kv->tables;
-    uint8_t *mem;
-    if (t->version[version].bytes) return 1;
-    if (kv->heap.limit) tkvi_trim_to(&kv->pool, 0);
-    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
-    if (!mem) return 0;
-    memset(mem, 0, t->version_bytes);
-    tkvi_version_build(t, version, mem);
-    return 1;
-}
-
-/* Bytes of the versions that are there, and of the statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
-    int v;
-    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
-    return n;
-}
-
-/* >>the choice among the tokens of a list (drop.h): bytes for each block */
-#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
-
-static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
-
-/* >>life */
-/* The config's allocator, or malloc. */
-static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
-    memset(heap, 0, sizeof *heap);
-    heap->from = cfg->allocator;
-#ifndef TKV_NO_MALLOC
-    if (!heap->from.alloc) {
-        heap->from.alloc = tkvi_malloc;
-        heap->from.release = tkvi_mfree;
-    }
-#endif
-    if (heap->from.alloc) return TKV_OK;
-    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
-}
-
-/* The sentence about an error of tkvi_build. */
-static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
-    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_sizes s;
-    const int fits = tkvi_fixed_sizes(h, &s);
-    if (st == TKV_ERR_ISA) {
-        tkvi_say(&t, "isa is ");
-        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
-        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
-    } else if (st == TKV_ERR_BUDGET) {
-        tkvi_say(&t, "budget_bytes is ");
-        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
-        tkvi_say(&t, "; it must be at least ");
-        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
-        tkvi_say(&t, " for an empty cache and its first tokens");
-    } else if (st == TKV_ERR_NOMEM) {
-        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
-        tkvi_say(&t, " bytes");
-    } else {
-        tkvi_say(&t, "max_seqs is ");
-        tkvi_say_int(&t, h->cfg.max_seqs);
-        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
-    }
-    return st;
-}
-
-TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
-    tkvi_heap heap;
-    tkvi_shape shape;
-    tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
-    if (!cfg || !out) {
-        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
-        return TKV_ERR_ARG;
-    }
-    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
-    if (st) return st;
-    heap.limit = shape.cfg.budget_bytes;
-    st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
-        tkv_destroy(kv);
-        st = TKV_ERR_NOMEM;
-    }
-    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
-    *out = kv;
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
-    return tkv_create_ex(cfg, out, NULL, 0);
-}
-
-TKV_API void tkv_destroy(tkv_cache *kv) {
-    tkvi_heap heap;
-    uint32_t i;
-    int s;
-    if (!kv) return;
-    for (i = 0; i < kv->pool.block_cap; i++) {
-        if (!kv->pool.block[i].refs) continue;
-        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
-        tkvi_forget_copy(&kv->pool, i);
-    }
-    for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
-    tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
-    for (s = 0; s < kv->tables.cfg.max_seqs; s++)
-        tkvi_put(&kv->heap, kv->seq[s].block,
-                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
-    for (s = 0; s < TKVI_VERSIONS; s++)
-        tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_heard_put(kv);
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* the cache stands in the last piece */
-    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
-}
-
-/* >>room for the choice; what is in it is of no use any more */
-static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
-    size_t bytes;
-    uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
-    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
-    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
-    if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
-    kv->choice = bigger;
-    kv->choice_cap = cap;
-    return 1;
-}
-
-/* >>block lists of a sequence: room for `want` blocks per layer */
-static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
-    tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_cap_for(want), *bigger;
-    size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
-    size_t l;
-    if (!tkvi_grow_choice(kv, cap)) return 0;
-    if (cap <= s->cap) return 1;
-    if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
-    bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
-    if (!bigger) return 0;
-    memset(bigger, 0, bytes);
-    for (l = 0; l < layers && s->block; l++)
-        memcpy(bigger + l * cap, s->block + l * s->cap, s->cap * sizeof(uint32_t));
-    tkvi_put(&kv->heap, s->block, layers * s->cap * sizeof(uint32_t));
-    s->block = bigger;
-    s->cap = cap;
-    return 1;
-}
-
-/* >>in place: everything at its largest, at once */
-/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
- * flushed short. */
-static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
-    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
-    if (tokens < 0) tokens = 0;
-    all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
-    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
-        if (most[tier] > all) most[tier] = all;
-    }
-}
-
-typedef struct tkvi_most {
-    uint32_t page_cap, block_cap, list_cap;
-    int64_t pages;
-    size_t bytes; /* of everything, each piece at a multiple of 64 */
-} tkvi_most;
-
-/* Under a budget: as many pages as it leaves room for. */
-static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
-    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
-    size_t rest = 0, lists;
-    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
-    if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->list_cap = tkvi_cap_for(list);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
-        !tkvi_add(lists, fixed->total, &rest) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
-        return TKV_ERR_CONFIG;
-    m->pages = (int64_t)(budget / h->page_bytes);
-    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
-        size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
-        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
-        m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
-            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
-        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
-            m->bytes = budget;
-            return TKV_OK;
-        }
-    }
-    return TKV_ERR_BUDGET;
-}
-
-static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
-    tkvi_sizes fixed;
-    size_t pages, n;
-    int i, c, tier;
-    memset(m, 0, sizeof *m);
-    memset(live, 0, sizeof live);
-    memset(wait, 0, sizeof wait);
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.n_layers; i++) {
-        tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
-        if (p.stored != i) continue;
-        tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_coding]]++;
-        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table: of all sequences together */
-            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
-        }
-    }
-    for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.max_seqs + wait[c];
-        blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
-    }
-    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
-        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
-        !tkvi_add(pages, m->bytes, &m->bytes) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
-        return TKV_ERR_CONFIG;
-    return TKV_OK;
-}
-
-static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
-    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
-    if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_most_of(h, m);
-    return st;
-}
-
-TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
-    tkvi_most m;
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
-    if (!bytes) return TKV_ERR_ARG;
-    if (!st) *bytes = m.bytes;
-    return st;
-}
-
-TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_shape h;
-    tkvi_most m;
-    tkvi_heap heap;
-    tkvi_arena arena;
-    tkv_cache *kv;
-    size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
-    int i;
-    if (!out || !mem) return TKV_ERR_ARG;
-    if (st) return st;
-    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
-    memset(&arena, 0, sizeof arena);
-    arena.base = (uint8_t *)mem + skip;
-    arena.size = bytes - skip;
-    memset(&heap, 0, sizeof heap);
-    heap.from.user = &arena;
-    heap.from.alloc = tkvi_arena_alloc;
-    heap.from.release = tkvi_arena_release;
-    st = tkvi_build(&h, &heap, &kv);
-    if (st) return st;
-    kv->arena = arena;
-    kv->heap.from.user = &kv->arena;
-    kv->pool.keep_all = 1;
-    /* None of these can fail: tkvi_most_of added up the same pieces. */
-    for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
-        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.max_seqs; i++)
-        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
-    while ((int64_t)kv->pool.n_pages < m.pages)
-        if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
-    kv->arena.closed = 1;
-    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
-    *out = kv;
-    return TKV_OK;
-}
-
-#endif /* TKVI_CACHE_H */
-/* ======== kvquant.h ======== */
-/*
- * kvquant.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and levels
- * for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables
- * of learn.h, from the blocks that are still exact or warm, or from samples of the caller's.
+ * learn/kvquant_tables.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and
+ * levels for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables of
+ * learn/statistics.h, from the blocks that are still exact or warm, or from samples of the caller's.
  *
  *   1. Ranges of K: of n tokens the n / 200 highest and lowest values of a channel are outliers, the next
  *      ones the ends of the range (with TKV_KVQUANT_DENSE nothing is). Of V each token has its own, as when
@@ -16641,12 +16698,12 @@ TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t by
  *   2. What is within a range goes to -1 .. 1 and into a histogram, one for K and one for V of all heads. It
  *      weighs radius^2 (equation 7: the error that counts is that of the value), times what the samples say
  *      of it.
- *   3. Levels from the histogram: codebook.h.
+ *   3. Levels from the histogram: core/codebook.h.
  *
  * Several passes over the tokens, so that nothing is kept of them. May call cache and below.
  */
-#ifndef TKVI_KVQUANT_H
-#define TKVI_KVQUANT_H
+#ifndef TKVI_LEARN_KVQUANT_TABLES_H
+#define TKVI_LEARN_KVQUANT_TABLES_H
 
 
 /* Where tokens come from: a layer's blocks, or samples. */
@@ -16933,24 +16990,25 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     return 1;
 }
 
-#endif /* TKVI_KVQUANT_H */
-/* ======== learn.h ======== */
+#endif /* TKVI_LEARN_KVQUANT_TABLES_H */
+/* ======== learn/statistics.h ======== */
 /*
- * learn.h - the tables of formats whose heads share a layer's bytes: statistics, from them a table, its versions.
+ * learn/statistics.h - the tables of formats whose heads share a layer's bytes: statistics, from them a table, its
+ * versions.
  *
- * What counts is how a channel of K is asked (E[q^2], by attend.h) times how it varies within a block, and how
- * strongly a head reads far tokens: the sum of p^2 over keys more than TKVI_FAR back (by attend.h too; of one
- * query in eight) times the mean |v|^2. Attention adds whole numbers, so the order in which threads do changes
- * nothing; keys and values are read from the blocks that are still exact. When a layer has seen TKVI_LEARN
- * tokens, all sequences together, its next append makes the table; blocks that were due before wait in the next
- * better tier. At TKVI_LEARN_WELL tokens there is a better one for the blocks that come then; blocks keep the
- * version that they were coded with. Afterwards nothing is collected any more, unless tkv_calibration_refresh
- * asks. bench/QUALITY.md compares these tables with loaded ones.
+ * What counts is how a channel of K is asked (E[q^2], by attention/attend.h) times how it varies within a block, and
+ * how strongly a head reads far tokens: the sum of p^2 over keys more than TKVI_FAR back (by attention/attend.h too;
+ * of one query in eight) times the mean |v|^2. Attention adds whole numbers, so the order in which threads do changes
+ * nothing; keys and values are read from the blocks that are still exact. When a layer has seen TKVI_LEARN tokens,
+ * all sequences together, its next append makes the table; blocks that were due before wait in the next better tier.
+ * At TKVI_LEARN_WELL tokens there is a better one for the blocks that come then; blocks keep the version that they
+ * were coded with. Afterwards nothing is collected any more, unless tkv_calibration_refresh asks. bench/QUALITY.md
+ * compares these tables with loaded ones.
  *
  * May call cache and below.
  */
-#ifndef TKVI_LEARN_H
-#define TKVI_LEARN_H
+#ifndef TKVI_LEARN_STATISTICS_H
+#define TKVI_LEARN_STATISTICS_H
 
 
 #define TKVI_LEARN_FEW 128 /* a table of fewer tokens (a flush, a freeze) is nearer to the uniform one */
@@ -17186,9 +17244,9 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
 }
 
 /* If it is time for a table, takes memory for it and counts it as made: what follows then asks for the memory of blocks
- * that wait no more. tkvi_learn_end makes it, or takes that back. A second table is only better than the first: without
- * memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would not take a
- * table back. */
+ * that wait no more. tkvi_learn_end makes it, or takes that back. A second table is only better than the first:
+ * without memory it waits. 0: no memory for the first one, nothing has changed. Not in an open step: an abort would
+ * not take a table back. */
 static int tkvi_learn_begin(tkv_cache *kv, int layer, int forced, int8_t *had) {
     int version;
     *had = kv->tables.current[layer];
@@ -17230,19 +17288,19 @@ static int tkvi_waits(const tkv_cache *kv, int layer, tkv_tier tier) {
     return kv->tables.plan[layer].now.shared[tier] && kv->tables.current[layer] < 0;
 }
 
-#endif /* TKVI_LEARN_H */
-/* ======== metric.h ======== */
+#endif /* TKVI_LEARN_STATISTICS_H */
+/* ======== learn/squat_queries.h ======== */
 /*
- * metric.h - what the queries of each head group look like, for formats that turn their errors away from them
- * (SQUAT4, SQUAT2): sums of q q^T, from time to time the factors that follow from them (format_squat.h).
+ * learn/squat_queries.h - what the queries of each head group look like, for formats that turn their errors away from
+ * them (SQUAT4, SQUAT2): sums of q q^T, from time to time the factors that follow from them (formats/squat.h).
  *
  * Attention adds whole numbers, of the queries at every fourth position, until the layer has seen TKVI_LEARN
- * tokens (the lock and the count of threads: learn.h). The factors are made anew when the layer has 64
+ * tokens (the lock and the count of threads: learn/statistics.h). The factors are made anew when the layer has 64
  * tokens, and whenever it has twice as many. Blocks that come earlier are coded as KIVI's; nothing waits, as
  * decoding needs none of this. The paper takes the queries of the prompt, once. May call cache and below.
  */
-#ifndef TKVI_METRIC_H
-#define TKVI_METRIC_H
+#ifndef TKVI_LEARN_SQUAT_QUERIES_H
+#define TKVI_LEARN_SQUAT_QUERIES_H
 
 
 #define TKVI_METRIC_EVERY 4
@@ -17298,19 +17356,338 @@ static void tkvi_metric_restart(tkv_cache *kv, int layer) {
     memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
-#endif /* TKVI_METRIC_H */
-/* ======== mass.h ======== */
+#endif /* TKVI_LEARN_SQUAT_QUERIES_H */
+/* ======== learn/calibration.h ======== */
 /*
- * mass.h - how much attention each token got: attend.h gathers it while it runs, the blocks' notes keep it (pool.h).
+ * learn/calibration.h - the tables of learn/statistics.h from outside: save, load, freeze, refresh. What is saved is
+ * what was learned of the model, not which bits follow from it: a calibration made with one plan serves any other.
  *
- * What is gathered is a row of a table (mass_mode.h). All calls between two appends are one step; its stamp is the
- * list's length. Who comes first to a block in a step decays its numbers, or begins anew.
+ *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim          u32 each, little-endian, as all numbers
+ *   layer:  u32 what there is: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for nothing
+ *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
+ *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
+ *           2: drawn in learn/kvquant_tables.h
+ *   u64 FNV-1a of all bytes before
  *
- * As with the sums of learn.h, readers of the cache write here, and so under kv->learning. Without atomics (neither gcc
- * nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and below.
+ * May call learn and below.
  */
-#ifndef TKVI_MASS_H
-#define TKVI_MASS_H
+#ifndef TKVI_LEARN_CALIBRATION_H
+#define TKVI_LEARN_CALIBRATION_H
+
+
+#define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
+
+static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
+
+static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
+
+static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return p->stored == layer && tkvi_plan_learns(p);
+}
+
+static int tkvi_has_table(const tkv_cache *kv, int layer) {
+    return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
+}
+
+TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
+    int layer, n = 0;
+    for (layer = 0; kv && layer < kv->tables.cfg.n_layers; layer++) n += tkvi_has_table(kv, layer);
+    return n;
+}
+
+/* What the layer's table has, or would have: as in the bytes. */
+static int tkvi_table_parts(const tkv_cache *kv, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
+}
+
+static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
+    return (parts & 1 ? (size_t)cfg->n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
+           (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
+}
+
+/* >>saving */
+TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
+    const tkv_config *cfg;
+    uint8_t *at = (uint8_t *)dst;
+    uint64_t sum;
+    size_t need;
+    int layer, head, i;
+    if (!kv || !bytes) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->n_layers + 8u;
+    for (layer = 0; layer < cfg->n_layers; layer++)
+        if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
+    *bytes = need;
+    if (!dst) return TKV_OK;
+    if (size < need) return TKV_ERR_ARG;
+    memcpy(at, "TKVC", 4);
+    tkvi_store32(at + 4, 1);
+    tkvi_store32(at + 8, (uint32_t)cfg->n_layers);
+    tkvi_store32(at + 12, (uint32_t)cfg->n_kv_heads);
+    tkvi_store32(at + 16, (uint32_t)cfg->head_dim);
+    tkvi_store32(at + 20, (uint32_t)cfg->v_head_dim);
+    at += TKVI_CALIBRATION_HEAD;
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
+        tkvi_store32(at, (uint32_t)has);
+        at += 4;
+        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
+            tkvi_store16(at, (uint16_t)h->reach);
+            tkvi_store16(at + 2, (uint16_t)h->k_weight);
+            at[4] = (uint8_t)h->k_top;
+            at[5] = (uint8_t)h->v_top;
+            at += 6;
+            memcpy(at, h->order, (size_t)cfg->head_dim);
+            memcpy(at + cfg->head_dim, h->importance, (size_t)cfg->head_dim);
+            at += 2 * cfg->head_dim;
+            for (i = 0; i < cfg->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+        }
+        if (has & 2) {
+            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
+            at += tkvi_kvquant_bytes(cfg);
+        }
+    }
+    sum = tkvi_fnv1a((const uint8_t *)dst, need - 8u);
+    tkvi_store32(at, (uint32_t)sum);
+    tkvi_store32(at + 4, (uint32_t)(sum >> 32));
+    return TKV_OK;
+}
+
+/* >>loading */
+static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
+
+/* One head's bytes: every channel once, importance falling and not 0, numbers in range. */
+static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
+    const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
+    uint8_t seen[TKV_MAX_HEAD_DIM];
+    int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
+    memset(seen, 0, sizeof seen);
+    if (k_top < -TKVI_LOG_TOP || k_top > TKVI_LOG_TOP || v_top < -TKVI_LOG_TOP || v_top > TKVI_LOG_TOP)
+        return 0;
+    for (i = 0; i < 2; i++) {
+        int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
+        if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
+    }
+    for (i = 0; i < cfg->head_dim; i++) {
+        if (order[i] >= cfg->head_dim || seen[order[i]]++) return 0;
+        if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
+        if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
+    }
+    return 1;
+}
+
+/* Are these bytes a calibration for this cache? Returns the reason if not. */
+static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const uint8_t *at, *end;
+    uint64_t sum;
+    int layer, head;
+    if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
+        return "these bytes are no calibration";
+    if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
+    at = src + TKVI_CALIBRATION_HEAD;
+    end = src + size - 8;
+    sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
+    if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->n_layers ||
+        tkvi_load32(src + 12) != (uint32_t)cfg->n_kv_heads ||
+        tkvi_load32(src + 16) != (uint32_t)cfg->head_dim ||
+        tkvi_load32(src + 20) != (uint32_t)cfg->v_head_dim)
+        return "the calibration is of another model: layers, KV heads or head_dim differ";
+    for (layer = 0; layer < cfg->n_layers; layer++) {
+        uint32_t has;
+        if (end - at < 4) return "the calibration ends too early";
+        has = tkvi_load32(at);
+        at += 4;
+        if (has > 3) return "the calibration has a layer that it cannot have";
+        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
+            if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
+            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
+            at += tkvi_head_bytes(cfg);
+        }
+        if (has & 2) {
+            if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
+            if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
+            if ((tkvi_table_parts(kv, layer) & 2) &&
+                (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
+                return "the calibration was made with another cfg.rope or cfg.kvquant";
+            at += tkvi_kvquant_bytes(cfg);
+        }
+    }
+    return at == end ? NULL : "the calibration is longer than it should be";
+}
+
+static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    const tkvi_version *to = &kv->tables.version[version];
+    size_t n = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    tkvi_head *h = &to->head[n];
+    size_t i, dim = (size_t)cfg->head_dim;
+    h->reach = tkvi_signed16(tkvi_load16(at));
+    h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
+    h->k_top = tkvi_signed_byte(at[4]);
+    h->v_top = tkvi_signed_byte(at[5]);
+    at += 6;
+    for (i = 0; i < pad; i++) {
+        to->channel[n * pad + i] = i < dim ? at[i] : (uint8_t)i;
+        to->importance[n * pad + i] = i < dim ? at[dim + i] : (uint8_t)0;
+        to->mean[n * pad + i] = i < dim ? tkvi_f16_to_f32(tkvi_load16(at + 2 * dim + 2 * i)) : 0.0f;
+    }
+}
+
+/* No sequence may be in a step: an abort would not take the tables back. */
+static tkv_status tkvi_between_steps(tkv_cache *kv) {
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        if (kv->seq[seq].in_step)
+            return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
+                             "; commit or abort it first");
+    return TKV_OK;
+}
+
+/* A version for a new table of this layer. */
+static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
+    *version = tkvi_free_version(kv, layer);
+    if (*version < 0)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
+                         "; reset the sequences that hold the oldest");
+    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
+}
+
+TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size) {
+    const uint8_t *at;
+    const char *wrong;
+    tkv_status st;
+    int layer, head, version = 0, pass;
+    if (!kv) return TKV_ERR_ARG;
+    if (!src) return tkvi_fail(kv, TKV_ERR_ARG, "the calibration is missing", 0, NULL);
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    wrong = tkvi_calibration_wrong(kv, (const uint8_t *)src, size);
+    if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
+    for (pass = 0; pass < 2; pass++) { /* memory first */
+        at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            use = need && (has & need) == need; /* of both things or none */
+            at += 4;
+            if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
+            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
+                tkvi_head_load(kv, layer, version, head,
+                               at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
+            if (pass && use && (need & 2))
+                tkvi_kvquant_load(&kv->tables, layer, version,
+                                  at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
+            at += tkvi_parts_bytes(&kv->tables.cfg, has);
+            if (!pass || !use) continue;
+            tkvi_table_use(kv, layer, version);
+            tkvi_learned(kv, layer, 0);
+        }
+    }
+    return tkvi_ok(kv);
+}
+
+/* >>from samples */
+static int tkvi_samples_finite(const float *x, size_t n, int positive) {
+    size_t i;
+    for (i = 0; x && i < n; i++)
+        if (!tkvi_is_finite(x[i]) || (positive && x[i] < 0.0f)) return 0;
+    return 1;
+}
+
+TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
+    const tkv_config *cfg;
+    tkvi_tokens_of from;
+    tkv_status st;
+    size_t rows;
+    int version;
+    if (!kv) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
+    if (s->layer < 0 || s->layer >= cfg->n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
+    if (tkvi_table_parts(kv, s->layer) != 2)
+        return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
+                         s->layer, "");
+    if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
+    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    rows = (size_t)s->n * (size_t)cfg->n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)cfg->v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->v_head_dim, 1))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE,
+                         "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
+    st = tkvi_version_for(kv, s->layer, &version);
+    if (st) return st;
+    from.kv = kv;
+    from.samples = s;
+    from.layer = s->layer;
+    tkvi_kvquant_learn_from(&from, version);
+    tkvi_table_use(kv, s->layer, version);
+    tkvi_learned(kv, s->layer, 0);
+    return tkvi_ok(kv);
+}
+
+/* >>freeze and refresh */
+TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
+    tkv_status st;
+    int layer, none = 0;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_between_steps(kv);
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
+            none = 1;
+            if (tkvi_held(kv, layer) < 1)
+                return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
+        }
+    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        int8_t had;
+        if (!tkvi_layer_learns(kv, layer)) continue;
+        if (!tkvi_has_table(kv, layer) && tkvi_learn_begin(kv, layer, 1, &had))
+            tkvi_learn_end(kv, layer, had, 1);
+        tkvi_learned(kv, layer, 0);
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
+    tkv_status st;
+    int layer;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_between_steps(kv);
+    if (!st && !tkvi_heard_get(kv, &kv->heap)) st = tkvi_no_table(kv);
+    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
+        if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
+        tkvi_metric_restart(kv, layer);
+    }
+    return st ? st : tkvi_ok(kv);
+}
+
+#endif /* TKVI_LEARN_CALIBRATION_H */
+/* ======== reclaim/scores.h ======== */
+/*
+ * reclaim/scores.h - how much attention each token got: attention/attend.h gathers it while it runs, the blocks'
+ * notes keep it (cache/pool.h).
+ *
+ * What is gathered is a row of a table (rules/score_modes.h). All calls between two appends are one step; its stamp
+ * is the list's length. Who comes first to a block in a step decays its numbers, or begins anew.
+ *
+ * As with the sums of learn/statistics.h, readers of the cache write here, and so under kv->learning. Without atomics
+ * (neither gcc nor clang) attention gathers nothing; what a caller adds counts all the same. May call cache and
+ * below.
+ */
+#ifndef TKVI_RECLAIM_SCORES_H
+#define TKVI_RECLAIM_SCORES_H
 
 
 /* Nothing is gathered, and the policy wants norms: then `mass` of a token has the bits of its key's, a float. So they
@@ -17371,7 +17748,8 @@ static int tkvi_mass_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t
     return step;
 }
 
-/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of importance.h. newest: of the list. */
+/* A block's numbers as of now: what a policy needs of its 64 slots, or the A of rules/importance.h. newest: of the
+ * list. */
 static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
     const tkvi_mass *m = &kv->mass;
     tkvi_notes n;
@@ -17411,26 +17789,26 @@ static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *
     }
 }
 
-#endif /* TKVI_MASS_H */
-/* ======== spill.h ======== */
+#endif /* TKVI_RECLAIM_SCORES_H */
+/* ======== reclaim/offload.h ======== */
 /*
- * spill.h - blocks outside RAM: how they go to the caller's store and how single records come back.
+ * reclaim/offload.h - blocks outside RAM: how they go to the caller's store and how single records come back.
  *
- * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for one),
- * so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its bytes.
- * The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that are
- * damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64. This
- * protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47 bits and
- * never come again; those of copies count the copies of a block's number, so one comes again when a store has lost the
- * 65,535 between without a word.
+ * A block goes out as it is coded, in pieces, one for each KV head's record (two where K and V are too large for
+ * one), so that attention fetches what it multiplies with and nothing else. Behind each piece stands the XXH64 of its
+ * bytes. The seed is the XXH64 of the key, the head, the start and the coding of the block, and a mark. So bytes that
+ * are damaged, misplaced or of an earlier block of that number are found out: a change passes with a chance of 2^-64.
+ * This protects against accidents, not against someone who writes to the store on purpose. Marks of blocks are 47
+ * bits and never come again; those of copies count the copies of a block's number, so one comes again when a store
+ * has lost the 65,535 between without a word.
  *
  *     key 2 * number: the block itself, while it has no slot;  2 * number + 1: its exact copy (cfg.spill.keep_exact)
  *     head h: at record[h].at + 16 h: K, [checksum 8,] V, checksum 8, little-endian
  *
- * Which blocks go and when: budget.h, promote.h. May call cache and below.
+ * Which blocks go and when: reclaim/budget.h, step/promote.h. May call cache and below.
  */
-#ifndef TKVI_SPILL_H
-#define TKVI_SPILL_H
+#ifndef TKVI_RECLAIM_OFFLOAD_H
+#define TKVI_RECLAIM_OFFLOAD_H
 
 
 /* >>pieces */
@@ -17600,20 +17978,21 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
     }
 }
 
-#endif /* TKVI_SPILL_H */
-/* ======== absent.h ======== */
+#endif /* TKVI_RECLAIM_OFFLOAD_H */
+/* ======== reclaim/discard.h ======== */
 /*
- * absent.h - blocks that nobody has: their bytes are given back, as the caller's model can compute them again. They
- * stay in their lists, with format, positions and notes, like blocks outside RAM (spill.h) that cannot be fetched.
+ * reclaim/discard.h - blocks that nobody has: their bytes are given back, as the caller's model can compute them
+ * again. They stay in their lists, with format, positions and notes, like blocks outside RAM (reclaim/offload.h) that
+ * cannot be fetched.
  *
  *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | the last two, and what is younger than hot
  *     goes      never   1st        2nd         3rd ...                never
  *
  * What goes goes in all layers at once, front to back: a token cannot be computed without its prefix, nor a layer
- * without those below. How it comes back: recompute.h. May call spill and below.
+ * without those below. How it comes back: step/recompute.h. May call spill and below.
  */
-#ifndef TKVI_ABSENT_H
-#define TKVI_ABSENT_H
+#ifndef TKVI_RECLAIM_DISCARD_H
+#define TKVI_RECLAIM_DISCARD_H
 
 
 /* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
@@ -17720,20 +18099,21 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
     return from >= 0 && tkvi_vacate(kv, from, to, 1, &last) > 0;
 }
 
-#endif /* TKVI_ABSENT_H */
-/* ======== anchor.h ======== */
+#endif /* TKVI_RECLAIM_DISCARD_H */
+/* ======== reclaim/anchors.h ======== */
 /*
- * anchor.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their own is
- * compressed. Selection by attention: H2O (arXiv 2306.14048); to demote what matters least rather than what is oldest:
- * akv-cache. May call mass, spill and below.
+ * reclaim/anchors.h - the tokens of a layer that got most attention stay exact: they join the sinks' block when their
+ * own is compressed. Selection by attention: H2O (arXiv 2306.14048); to demote what matters least rather than what is
+ * oldest: akv-cache. May call mass, spill and below.
  *
  *     sinks' block  [s s s s | a b . .]      room for n_anchors, each with a position of its own
  *     coded         [. . A . . .][. B . .]   A, B: their bits are `gone` and `anchored`, attention reads a and b
  *
- * A newcomer that matters more takes the place of the anchor that matters least; that one's coded place is read again.
+ * A newcomer that matters more takes the place of the anchor that matters least; that one's coded place is read
+ * again.
  */
-#ifndef TKVI_ANCHOR_H
-#define TKVI_ANCHOR_H
+#ifndef TKVI_RECLAIM_ANCHORS_H
+#define TKVI_RECLAIM_ANCHORS_H
 
 
 /* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
@@ -17867,18 +18247,18 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     }
 }
 
-#endif /* TKVI_ANCHOR_H */
-/* ======== age.h ======== */
+#endif /* TKVI_RECLAIM_ANCHORS_H */
+/* ======== reclaim/age.h ======== */
 /*
- * age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on paper
- * (tkvi_peak). May call cache and below.
+ * reclaim/age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on
+ * paper (tkvi_peak). May call cache and below.
  *
  * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
  * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
  * of the chunk that is about to be attended to.
  */
-#ifndef TKVI_AGE_H
-#define TKVI_AGE_H
+#ifndef TKVI_RECLAIM_AGE_H
+#define TKVI_RECLAIM_AGE_H
 
 
 static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
@@ -17887,7 +18267,7 @@ static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
     return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
-/* Under a budget blocks get tighter when bytes are needed (budget.h), else when they are old. */
+/* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
 static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
 
 /* The age at which a layer's blocks leave the hot tier by themselves. */
@@ -17947,7 +18327,7 @@ static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     }
 }
 
-/* The meter copies what is exact for the last time (meter.h). */
+/* The meter copies what is exact for the last time (cache/meter.h). */
 static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
     const tkvi_coding *c = &kv->tables.coding[b->coding];
     int i;
@@ -18082,11 +18462,12 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     if (!paper) *list = now;
 }
 
-#endif /* TKVI_AGE_H */
-/* ======== drop.h ======== */
+#endif /* TKVI_RECLAIM_AGE_H */
+/* ======== reclaim/evict_tokens.h ======== */
 /*
- * drop.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses (evict.h), and blocks
- * give up what they can: a mask says who is gone, and neighbours whose rest fits into one block become one.
+ * reclaim/evict_tokens.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses
+ * (rules/evict.h), and blocks give up what they can: a mask says who is gone, and neighbours whose rest fits into one
+ * block become one.
  *
  *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
  *     gone        . x x .   x x x .   . x . .
@@ -18096,8 +18477,8 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
  * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
  * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
  */
-#ifndef TKVI_DROP_H
-#define TKVI_DROP_H
+#ifndef TKVI_RECLAIM_EVICT_TOKENS_H
+#define TKVI_RECLAIM_EVICT_TOKENS_H
 
 
 /* >>what there is */
@@ -18532,7 +18913,8 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
     int64_t n;
     int i;
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
-    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + TKVI_BLOCK; /* half of them: evict.h */
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
+        TKVI_BLOCK; /* half of them: rules/evict.h */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
@@ -18564,35 +18946,36 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
     return most > 0;
 }
 
-#endif /* TKVI_DROP_H */
-/* ======== budget.h ======== */
+#endif /* TKVI_RECLAIM_EVICT_TOKENS_H */
+/* ======== reclaim/budget.h ======== */
 /*
- * budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest first.
+ * reclaim/budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest
+ * first.
  *
  *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
  *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
  *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
  *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
  *               config has a place for them, the oldest blocks go outside, then what a model can compute
- *               again goes (absent.h), then tokens (drop.h)                                   (tkvi_make_room)
+ *               again goes (discard.h), then tokens (evict_tokens.h)                         (tkvi_make_room)
  *
  * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
- * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go, and
- * what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before it;
- * then the same is done.
+ * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
+ * and what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before
+ * it; then the same is done.
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
- * of blocks of each size ask for (pool.h), so whether it fits is arithmetic. Recoding needs a page for each size of
- * block that comes out of it: these spare pages are held from the first append on and used by nothing else. A list
- * remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found by a
- * look at each list.
+ * of blocks of each size ask for (cache/pool.h), so whether it fits is arithmetic. Recoding needs a page for each
+ * size of block that comes out of it: these spare pages are held from the first append on and used by nothing else. A
+ * list remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found
+ * by a look at each list.
  *
  * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
  * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
  * Blocks never get looser by that. May call age and below.
  */
-#ifndef TKVI_BUDGET_H
-#define TKVI_BUDGET_H
+#ifndef TKVI_RECLAIM_BUDGET_H
+#define TKVI_RECLAIM_BUDGET_H
 
 
 /* >>bytes */
@@ -19098,8 +19481,8 @@ static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, c
 }
 
 /* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
- * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are left
- * is known where the oldest go first, and no anchors are made before. */
+ * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
+ * left is known where the oldest go first, and no anchors are made before. */
 static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
                               const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -19552,13 +19935,14 @@ TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
     return TKV_OK;
 }
 
-#endif /* TKVI_BUDGET_H */
-/* ======== adapt.h ======== */
+#endif /* TKVI_RECLAIM_BUDGET_H */
+/* ======== reclaim/adapt.h ======== */
 /*
- * adapt.h - quality feedback for a cache: advice (feedback.h) becomes lengths and levels (budget.h). May call both.
+ * reclaim/adapt.h - quality feedback for a cache: advice (learn/feedback.h) becomes lengths and levels
+ * (reclaim/budget.h). May call both.
  */
-#ifndef TKVI_ADAPT_H
-#define TKVI_ADAPT_H
+#ifndef TKVI_RECLAIM_ADAPT_H
+#define TKVI_RECLAIM_ADAPT_H
 
 
 /* hot_tokens of the present level, or of the nearest one that has any; 0: everything is exact at all. */
@@ -19601,1745 +19985,10 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     return st ? st : tkvi_ok(kv);
 }
 
-#endif /* TKVI_ADAPT_H */
-/* ======== sequence.h ======== */
+#endif /* TKVI_RECLAIM_ADAPT_H */
+/* ======== attention/attend.h ======== */
 /*
- * sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
- * May call budget and below.
- *
- * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
- * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
- * failed call leaves the cache as it was.
- */
-#ifndef TKVI_SEQUENCE_H
-#define TKVI_SEQUENCE_H
-
-
-/* Slots of a class that tkv_reserve holds for a sequence. */
-static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
-    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
-}
-
-/* >>reservations */
-/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
-static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
-                          int64_t *room) {
-    int i, whole = 1;
-    tkvi_most_blocks(&kv->tables.cfg, p, room);
-    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
-        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
-        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
-    }
-    for (i = list->sinks; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
-        if (tier != TKV_HOT)
-            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-    }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
-}
-
-/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
- * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
- * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
- * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
-static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_coding *coding = kv->tables.coding;
-    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
-    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
-    /* a step that reaches the length may still be aborted */
-    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
-    memset(need, 0, sizeof need);
-    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
-    need[TKV_HOT] = blocks - sink;
-    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
-    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
-    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
-    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
-        tkv_tier due;
-        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
-        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
-                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
-        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
-        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
-    }
-    tkvi_headroom(kv, p, list, ids, room);
-    if (sink) live[coding[p->sink_coding].size_class] += sign;
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (need[tier] > room[tier]) need[tier] = room[tier];
-        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
-    }
-    return 1;
-}
-
-/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
-static void tkvi_promise(tkv_cache *kv, int seq, int len) {
-    int layer, c, waiting = 0;
-    int64_t *mine = tkvi_promised(kv, seq, 0);
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.promised[c] -= mine[c];
-        mine[c] = 0;
-    }
-    kv->seq[seq].reserved_len = len;
-    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
-        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
-    if (!waiting) kv->seq[seq].reserved_len = 0;
-}
-
-/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
- * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
- * passes it keeps the promise as well: it may be aborted. */
-static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
-    const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = paper->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
-    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, paper->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
-    tkvi_paper_append(kv, seq, layer, n, paper);
-    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(paper->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
-    tkvi_peak_note(paper);
-}
-
-/* Pages in use, and those that reservations will need. */
-static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
-    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
-}
-
-/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
-static void tkvi_settle(tkv_cache *kv, int seq) {
-    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
-    tkvi_trim(&kv->pool);
-}
-
-/* >>storing tokens */
-typedef struct tkvi_source { /* one of k, v of an append */
-    const void *data;
-    tkv_type type;
-    ptrdiff_t token_stride, head_stride; /* in elements */
-    int dim;
-} tkvi_source;
-
-static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
-    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
-    int c;
-    if (s->type == TKV_TYPE_F32)
-        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
-    else
-        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
-}
-
-/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
-static int tkvi_all_finite(const float *x, int n) {
-    uint32_t bits[16], some[16] = {0}, any = 0;
-    int i, k;
-    for (i = 0; i < n; i += 16) {
-        memset(bits, 0, sizeof bits);
-        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
-    }
-    for (k = 0; k < 16; k++) any |= some[k];
-    return !(any >> 31);
-}
-
-static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
-    float row[TKV_MAX_HEAD_DIM];
-    int t, h, finite = 1;
-    for (t = 0; t < n; t++)
-        for (h = 0; h < heads; h++) {
-            tkvi_load_row(s, t, h, row);
-            finite &= tkvi_all_finite(row, s->dim);
-        }
-    return finite;
-}
-
-TKVI_FN float tkvi_saturate(float x) {
-    if (tkvi_is_finite(x)) return x;
-    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
-    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
-}
-
-static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
-                           int head, int at, int saturate, uint8_t *dst) {
-    float row[TKV_MAX_HEAD_DIM];
-    int c;
-    tkvi_load_row(s, token, head, row);
-    for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, help, row, at, dst);
-}
-
-/* The last block if it has room, its own copy if others hold it too, or a new one. */
-static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    if (tkvi_tail_room(kv, p, list, ids)) {
-        id = ids[list->n - 1];
-        if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
-                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
-            kv->pool.block[mine].gone = kv->pool.block[id].gone;
-            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
-            kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = mine;
-        }
-        return id;
-    }
-    {
-        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
-        id = tkvi_new_block(&kv->pool, coding, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
-        list->sinks += sink;
-        ids[list->n++] = id;
-        return id;
-    }
-}
-
-/* Of a token's keys, mean of the KV heads. */
-static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
-    float row[TKV_MAX_HEAD_DIM];
-    double sum = 0.0;
-    int h, c;
-    for (h = 0; h < heads; h++) {
-        tkvi_load_row(k, token, h, row);
-        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
-        sum += tkvi_key_norm(row, k->dim);
-    }
-    return (float)(sum / heads);
-}
-
-static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                       int first, int n) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
-    if (!kv->seq[seq].in_step) list->chunk = list->len;
-    for (t = 0; t < n; t++) {
-        const uint32_t id = tkvi_open_block(kv, seq, layer);
-        tkvi_block *b = &kv->pool.block[id];
-        const tkvi_coding *c = &kv->tables.coding[b->coding];
-        uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int at = list->len - b->start;
-        if (kv->pool.notes) { /* a place of a token that was cut off */
-            b->gone &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] =
-                tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
-                    : 0;
-        }
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
-                           bytes + r->at + r->v_at);
-        }
-        list->len++;
-    }
-}
-
-/* The meter has nobody, and this sequence begins: it is watched from now on. */
-static void tkvi_watch(tkv_cache *kv, int seq) {
-    int layer, len = 0;
-    if (!kv->meter || kv->meter->seq >= 0) return;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
-    if (len == 0) kv->meter->seq = seq;
-}
-
-/* >>append */
-static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
-    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
-}
-
-/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
-static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
-    const int len = tkvi_list_of(kv, seq, layer)->len;
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, "sequence ");
-    tkvi_say_int(&t, seq);
-    tkvi_say(&t, ", layer ");
-    tkvi_say_int(&t, layer);
-    tkvi_say(&t, " holds ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, " tokens, so the next position is ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, ", not ");
-    tkvi_say_int(&t, position);
-    tkvi_say(&t,
-             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
-    return TKV_ERR_RANGE;
-}
-
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                                  const int *positions, int *total) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    int i, j;
-    *total = 0;
-    for (i = 0; i < n_rows; i++) {
-        const tkvi_list *list;
-        int room;
-        if (!tkvi_seq_ok(kv, rows[i].seq))
-            return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
-        if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
-        for (j = 0; j < i; j++)
-            if (rows[j].seq == rows[i].seq)
-                return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
-        list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (positions && positions[i] != list->len)
-            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
-        if (rows[i].n > room)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
-                             " more tokens here; append them in chunks");
-        if (rows[i].n > cfg->max_tokens - list->len)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
-                             " more tokens");
-        if (rows[i].n > TKVI_FOREVER - *total)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
-        *total += rows[i].n;
-    }
-    return TKV_OK;
-}
-
-/* An append on paper. */
-static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
-    tkvi_peak paper = tkvi_paper(kv);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
-    return paper;
-}
-
-/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
-static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
-    int i;
-    for (i = 0; i < n_rows; i++) {
-        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
-        if (failed) list->chunk = list->chunk_was;
-        else list->chunk_was = list->chunk, list->chunk = list->len;
-    }
-}
-
-TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
-    const tkv_config *cfg;
-    tkv_rows one;
-    const tkv_rows *rows;
-    tkvi_source k, v;
-    tkvi_peak paper;
-    int8_t had;
-    tkv_status st;
-    int n_rows, i, total, open, first = 0;
-    if (!kv) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
-    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    one.seq = p->seq;
-    one.n = p->n;
-    rows = p->batch ? p->batch : &one;
-    n_rows = p->batch ? p->n_batch : 1;
-    if (n_rows < 0 || n_rows > cfg->max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
-    if (p->layer < 0 || p->layer >= cfg->n_layers)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
-    if (kv->tables.plan[p->layer].stored != p->layer)
-        return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
-                         " has no K and V of its own (share_kv or no_cache)");
-    if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
-        return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
-    if (st) return st;
-    if (total == 0) return tkvi_ok(kv);
-    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
-    k.data = p->k;
-    k.type = p->k_type;
-    k.dim = cfg->head_dim;
-    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
-    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
-    v.data = p->v;
-    v.type = p->v_type;
-    v.dim = cfg->v_head_dim;
-    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
-    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
-    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
-                         " (cfg.nonfinite can saturate them)");
-    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current[p->layer];
-    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
-    if (tkvi_lazy(kv))
-        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
-            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
-    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
-    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
-    if (tkvi_lazy(kv)) {
-        const size_t budget = cfg->budget_bytes,
-                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
-                             TKVI_BLOCK;
-        size_t takes;
-        int fits;
-        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
-        fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
-        if (!fits || !tkvi_make_room(kv, budget)) {
-            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
-            return tkvi_over_budget(kv, takes);
-        }
-        had = kv->tables
-                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
-        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
-    }
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
-            goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
-    tkvi_learn_end(kv, p->layer, had, 1);
-    if (!open) tkvi_metric_learn(kv, p->layer);
-    for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        tkvi_watch(kv, rows[i].seq);
-        if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* not before: then other blocks would be due than on paper */
-        }
-        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
-        first += rows[i].n;
-    }
-    if (kv->seen && kv->seen[p->layer] >= 0)
-        kv->seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
-    tkvi_metric_count(kv, p->layer, total);
-    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
-    return tkvi_ok(kv);
-no_memory:
-    tkvi_learn_end(kv, p->layer, had, 0);
-    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
-no_table:
-    if (kv->pool.keep_all)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
-    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
-}
-
-static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
-                              const float *v, int n) {
-    tkv_append_params p;
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.layer = layer;
-    p.n = n;
-    p.k = k;
-    p.v = v;
-    p.positions = position;
-    return tkv_append_ex(kv, &p);
-}
-
-TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
-    return tkvi_append(kv, seq, layer, NULL, k, v, n);
-}
-
-TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
-                                 const float *v, int n) {
-    return tkvi_append(kv, seq, layer, &position, k, v, n);
-}
-
-/* >>all layers of a sequence age at once, or nothing happens */
-static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
-    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
-}
-
-static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    int8_t had[TKVI_MAX_LAYERS];
-    tkvi_peak paper;
-    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
-    for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current[layer];
-        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
-    }
-    paper = tkvi_paper(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
-    for (pass = 0; pass < 2 && ready; pass++) {
-        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
-            if (kv->tables.plan[layer].stored == layer)
-                tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
-                                                                                 : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &paper);
-        if (pass) continue;
-        ready = (tkvi_lazy(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
-        for (layer = 0; layer < n; layer++) {
-            tkvi_learn_end(kv, layer, had[layer], ready);
-            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
-        }
-    }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
-    if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
-        return tkvi_fail(kv,
-                         budget              ? TKV_ERR_BUDGET
-                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
-                                             : TKV_ERR_NOMEM,
-                         "no memory to recode blocks", 0, NULL);
-    }
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
-    return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
-}
-
-TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
-    tkv_status st;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if ((unsigned)mode > TKV_FLUSH_ALL)
-        return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
-    if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
-        tkvi_promise(kv, seq, 0);
-        tkvi_trim(&kv->pool);
-    }
-    return st;
-}
-
-/* >>steps */
-TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
-    tkv_status st;
-    int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
-    tkvi_learn_early(kv);
-    st = tkvi_age_all(kv, seq, 0, 0);
-    if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
-        list->step_len = list->chunk = list->len;
-    }
-    kv->seq[seq].in_step = 1;
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
-    int layer, n = -1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (kv->tables.plan[layer].stored != layer) continue;
-        if (n < 0) n = list->len - list->step_len;
-        if (list->len - list->step_len != n)
-            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
-                             "");
-    }
-    kv->seq[seq].in_step = 0;
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-/* Of a packed block some positions are cut off; one without any says so by a bit. */
-static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
-    tkvi_block *b = &kv->pool.block[id];
-    int t;
-    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
-    for (t = 0; t < b->packed; t++) {
-        if (tkvi_at(kv, id, t) < len) continue;
-        tkvi_set_at(kv, id, t, b->start);
-        b->gone |= (uint64_t)1 << t;
-    }
-}
-
-/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
-static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    uint32_t *ids = tkvi_ids(kv, seq, layer);
-    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
-        list->n--;
-        if (list->n < list->sinks) list->sinks = list->n;
-        tkvi_release_block(&kv->pool, ids[list->n]);
-    }
-    list->out = tkvi_min(list->out, list->n - list->sinks);
-    list->len = len;
-    list->chunk = tkvi_min(list->chunk, len);
-    tkvi_mass_cut(kv, list, ids);
-    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
-}
-
-TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
-    int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
-    kv->seq[seq].in_step = 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        int n = list->len - list->step_len;
-        if (n <= 0) continue;
-        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
-        if (kv->ears && kv->ears[layer].tokens > 0)
-            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
-        tkvi_cut(kv, seq, layer, list->step_len);
-    }
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
-    tkvi_peak paper;
-    tkv_rows row;
-    int len, layer, had, want, ready = 1;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (n < 1 || n > kv->tables.cfg.max_append)
-        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
-    len = tkv_seq_len(kv, seq);
-    if (n > kv->tables.cfg.max_tokens - len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
-                         " more tokens");
-    row.seq = seq;
-    row.n = n;
-    had = kv->seq[seq].reserved_len;
-    kv->seq[seq].used = ++kv->clock;
-    tkvi_promise(kv, seq, tkvi_max(had, len + n));
-    paper = tkvi_paper(kv);
-    if (tkvi_lazy(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
-        size_t takes;
-        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_ask_for(kv, &paper, &row, 1, -1);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
-            tkvi_trim(&kv->pool);
-            return tkvi_over_budget(kv, takes);
-        }
-        tkvi_promise(kv, seq, tkvi_max(had, len + n));
-        paper = tkvi_paper(kv);
-    }
-    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
-         layer++) /* the first table can be due; others wait */
-        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
-            ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_want(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
-    tkvi_promise(kv, seq, had); /* as it was */
-    tkvi_trim(&kv->pool);
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
-                     " tokens");
-}
-
-/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
-static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
-    return kv->tables.plan[layer].stored;
-}
-
-/* Do sequence and layer exist, and does this layer store K and V itself? */
-static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
-    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
-}
-
-static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
-    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
-}
-
-/* >>cutting */
-TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
-}
-
-TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
-    int layer, len = -1;
-    if (!tkvi_seq_ok(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (kv->tables.plan[layer].stored == layer) {
-            int n = tkvi_list_of(kv, seq, layer)->len;
-            len = len < 0 ? n : tkvi_min(len, n);
-        }
-    return len;
-}
-
-TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
-    int layer, i;
-    int64_t taken;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
-    if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_plan *p = &kv->tables.plan[layer];
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int coded = list->archive + list->warm, must = 0;
-        if (p->stored != layer || list->len <= n_tokens) continue;
-        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
-        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < must)
-            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
-                             must, " must stay");
-    }
-    taken = tkvi_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
-    tkvi_settle(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) >
-        taken) /* where tokens were evicted, blocks that are left have no room */
-        tkvi_promise(kv, seq, 0);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
-    tkvi_seq *s;
-    int layer;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    s = &kv->seq[seq];
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
-        memset(list, 0, sizeof *list);
-    }
-    s->in_step = 0;
-    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
-    tkvi_promise(kv, seq, 0);
-    if (!kv->pool.keep_all) {
-        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
-        s->block = NULL;
-        s->cap = 0;
-    }
-    tkvi_trim(&kv->pool);
-    return tkvi_ok(kv);
-}
-
-/* >>reading */
-TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
-    const tkv_config *cfg;
-    const tkvi_helpers *help;
-    const tkvi_list *list;
-    const uint32_t *ids;
-    tkvi_room room;
-    int i, h, from, to, slot;
-    room.key = TKVI_NIL;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
-    help = kv->kernels->helpers;
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
-        const int at = tkvi_find(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
-    }
-    for (from = start; from < start + n; from = to) {
-        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
-        const tkvi_coding *c;
-        i = tkvi_find(kv, list, ids, from, &slot);
-        if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
-        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
-        for (h = 0; h < cfg->n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
-            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
-            const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
-            if (k && !st)
-                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
-            if (v && !st)
-                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
-            if (st) return st;
-        }
-    }
-    return TKV_OK;
-}
-
-#endif /* TKVI_SEQUENCE_H */
-/* ======== keep.h ======== */
-/*
- * keep.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
- * sequence, drop and below.
- */
-#ifndef TKVI_KEEP_H
-#define TKVI_KEEP_H
-
-
-static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
-    if (!kv->pool.tables->cfg.evict.kind)
-        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
-    if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
-    const tkv_evict_config *cfg;
-    tkv_evict_config full;
-    tkvi_choice c;
-    tkv_status st;
-    int layer, pass, keep;
-    if (!kv) return TKV_ERR_ARG;
-    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    st = tkvi_evictable(kv, p->seq, p->layer);
-    if (st) return st;
-    cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
-    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
-    if (keep < 1)
-        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
-    if (!tkvi_evict_fill(cfg, &full))
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
-    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
-                         NULL);
-    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
-        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
-             layer++) {
-            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
-            if (pass) {
-                tkvi_let_go(kv, p->seq, layer, 0);
-                continue;
-            }
-            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
-                             &c);
-            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
-            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
-        }
-    tkvi_settle(kv, p->seq);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
-    tkv_status st = tkvi_evictable(kv, seq, layer);
-    int l, i;
-    if (st) return st;
-    if (n < 0 || (n > 0 && !victims))
-        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
-        tkvi_choice c;
-        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
-        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
-        for (i = 0; i < c.n; i++)
-            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
-                tkvi_mark(c.victims, i);
-        tkvi_note_victims(kv, seq, l, &c);
-        tkvi_let_go(kv, seq, l, 0);
-    }
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
-static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
-    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
-    int layer, i, t;
-    if (st) return st;
-    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
-        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
-            tkvi_notes *notes = &kv->pool.notes[ids[i]];
-            uint64_t these = 0;
-            for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                const int at = tkvi_at(kv, ids[i], t);
-                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
-            }
-            if (!these) continue;
-            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
-            if (until == TKVI_FOREVER) notes->pinned |= these;
-            else if (until) {
-                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
-                notes->passing |= these;
-            } else {
-                notes->pinned &= ~these;
-                notes->passing &= ~these;
-            }
-        }
-    }
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
-    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
-}
-
-TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
-    if (kv && (length < 1 || length >= TKVI_FOREVER))
-        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
-    return tkvi_pin(kv, seq, start, n, length);
-}
-
-TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int i, t;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (n == 0) return TKV_OK;
-    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
-            if (at >= 0 && at < n) tkvi_mark(mask, at);
-        }
-    }
-    return TKV_OK;
-}
-
-#endif /* TKVI_KEEP_H */
-/* ======== promote.h ======== */
-/*
- * promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept (spill.h). What
- * was coded and has no copy stays as it is: to decode it restores nothing. May call sequence and below.
- */
-#ifndef TKVI_PROMOTE_H
-#define TKVI_PROMOTE_H
-
-
-TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
-    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
-    int i;
-    if (!bytes) return TKV_ERR_ARG;
-    if (st) return st;
-    for (i = 0, *bytes = 0; i < h.n_keys; i++)
-        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
-    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
-    int l, i, n = 0;
-    if (done) *done = 0;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!kv->tables.cfg.spill.store)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
-    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
-    kv->store_failed = 0;
-    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
-        if (layer != TKV_ALL && l != layer) continue;
-        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
-        if (kv->store_failed) break;
-    }
-    tkvi_trim(&kv->pool);
-    if (done) *done = n;
-    if (kv->store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
-    return tkvi_ok(kv);
-}
-
-/* Room for one more block of this coding, nothing else being touched for it. */
-static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
-    tkvi_peak paper = tkvi_paper(kv);
-    tkvi_peak_take(&paper, coding);
-    if (tkvi_lazy(kv)) {
-        tkvi_ask_for(kv, &paper, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
-            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
-                             NULL);
-        tkvi_trim_to(&kv->pool, 0);
-    }
-    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                     "no memory for a block in a better format", 0, NULL);
-}
-
-/* All pieces of what is outside, into a slot of its coding. */
-static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
-                                                 int coding, uint8_t *to) {
-    const tkvi_coding *c = &kv->tables.coding[coding];
-    tkvi_room room;
-    int i;
-    room.key = TKVI_NIL;
-    memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
-        const tkvi_record *r = &c->record[i / 2];
-        const uint8_t *bytes;
-        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
-        if (st) return st;
-        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
-    }
-    return TKV_OK;
-}
-
-/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
-static int tkvi_better_of(const tkvi_block *b) {
-    if (b->refs > 1) return -1;
-    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
-    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
-}
-
-/* Block i, which has this position, comes back. */
-static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    tkvi_block *b = &kv->pool.block[id];
-    const int what = tkvi_better_of(b);
-    tkv_status st;
-    uint32_t page, old_page;
-    int coding, slot, old_slot;
-    if (what < 0)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
-                         " (cfg.spill.keep_exact keeps it)");
-    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
-    st = tkvi_promote_ready(kv, coding);
-    if (st) return st;
-    b = &kv->pool.block[id]; /* the table may have grown */
-    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
-    if (st) {
-        tkvi_give_slot(&kv->pool, page, slot);
-        tkvi_trim(&kv->pool);
-        return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
-                                          : "what cfg.spill.fetch gave is not the block at position",
-                         position, "; it stays as it is");
-    }
-    old_page = b->page;
-    old_slot = b->slot;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
-    b->page = page;
-    b->slot = (uint16_t)slot;
-    b->coding = (uint16_t)coding;
-    if (what == TKVI_COPY) b->via = 0;
-    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
-    tkvi_note_move(kv, id, list->len);
-    kv->promoted++;
-    tkvi_trim(&kv->pool);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    const tkvi_list *list;
-    int i, place;
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < list->dropped || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
-    return tkvi_promote_block(kv, seq, layer, i, position);
-}
-
-#endif /* TKVI_PROMOTE_H */
-/* ======== recompute.h ======== */
-/*
- * recompute.h - blocks that nobody has (absent.h): they are dropped by hand or by tkv_remat_decide, and come back from
- * the caller's model. May call promote, remat and below.
- *
- * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
- * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
- * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come back
- * by the last two, which is no worse.
- */
-#ifndef TKVI_RECOMPUTE_H
-#define TKVI_RECOMPUTE_H
-
-
-/* >>what there is */
-/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
- * crosses. */
-static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
-    int layer, i, end = at + 1, had = at;
-    while (had < end) {
-        had = end;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
-            end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
-        }
-    }
-    return end;
-}
-
-/* The first position from `from` on that some layer lacks, -1: there is none. */
-static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
-    int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = 0; i < list->n; i++) {
-            const int start = tkvi_block_start(kv, ids, i);
-            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
-            if (first < 0 || start < first) first = start;
-            break;
-        }
-    }
-    return first;
-}
-
-TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
-    int at;
-    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
-    *start = *n = 0;
-    at = tkvi_first_absent(kv, seq, 0);
-    if (at < 0) return TKV_OK;
-    *start = at;
-    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
-    *n = at - *start;
-    return TKV_OK;
-}
-
-/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
-static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
-    const int tables = !tkvi_any_step(kv);
-    tkv_remat_block piece;
-    int layer, i;
-    memset(&piece, 0, sizeof piece);
-    piece.start = start;
-    piece.end = end;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
-            if (tkvi_block_end(kv, list, ids, i) <= start) continue;
-            if (tkvi_absent(b)) piece.dropped = 1;
-            if (tkvi_absent(b)) piece.layers = layer + 1;
-            if (tkvi_spilled(b)) continue;
-            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
-            piece.bytes += bytes;
-            piece.quantized_bytes +=
-                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
-        }
-    }
-    if (!piece.dropped) piece.layers = 0;
-    return piece;
-}
-
-static int tkvi_next_level(const tkv_cache *kv) {
-    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
-}
-
-TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
-                                    int *n) {
-    int at = TKVI_FOREVER, layer, len, end, count = 0;
-    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
-    len = tkv_seq_len(kv, seq);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->n)
-            at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
-    for (; at < len; at = end, count++) {
-        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
-    }
-    *n = count;
-    return TKV_OK;
-}
-
-/* >>going */
-static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
-    if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    int first, last, end;
-    if (dropped) *dropped = 0;
-    if (st) return st;
-    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
-    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
-    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
-                    n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
-                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
-                                  size_t *freed) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    size_t won = 0;
-    int n = 0, i, to = 0, last = 0, tighten = 0;
-    if (freed) *freed = 0;
-    if (st) return st;
-    if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
-    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
-        return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
-                         " blocks (tkv_remat_blocks)");
-    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
-    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
-    for (i = 0; i < n; i++) {
-        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
-        tighten += actions[i] == TKV_REMAT_QUANTIZE;
-    }
-    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to, 1, &last);
-    if (tighten) {
-        tkvi_ask_nothing(kv);
-        tkvi_go_to_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
-            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
-    }
-    if (freed) *freed = won;
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-/* >>coming back */
-/* The codings that what is given to block i goes through, hot first; returns how many. */
-static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
-    const tkvi_tables *t = &kv->tables;
-    const tkvi_rule *r = &t->plan[layer].now;
-    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
-    int n = 0;
-    way[n++] = r->coding[TKV_HOT];
-    if (b->via) way[n++] = b->via - 1;
-    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
-    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
-    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
-    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
-        tkvi_waits(kv, layer, tier))
-        return n;
-    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
-        !tkvi_waits(kv, layer, TKV_WARM))
-        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
-    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
-    return n;
-}
-
-/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
-static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
-                            const tkvi_source *v, int start) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
-    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_coding *c;
-    tkvi_block *b = &kv->pool.block[id];
-    tkvi_recoding r;
-    uint32_t page;
-    uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.coding[way[0]];
-    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
-    tkvi_forget_spilled(&kv->pool, id);
-    b->page = page;
-    b->slot = (uint16_t)s;
-    b->coding = (uint16_t)way[0];
-    bytes = tkvi_block_bytes(&kv->pool, b);
-    memset(bytes, 0, c->bytes.total);
-    for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
-            const tkvi_record *rec = &c->record[h];
-            const int row = tkvi_at(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
-                           bytes + rec->at + rec->v_at);
-        }
-    r.kv = kv;
-    r.layer = layer;
-    r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
-    for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.coding[way[s - 1]];
-        r.to = &kv->tables.coding[way[s]];
-        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
-    }
-    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
-    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
-    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
-    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
-    kv->recomputed++;
-}
-
-/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
- * there. */
-static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkvi_peak paper = tkvi_paper(kv);
-    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
-    for (i = first; i < last; i++) {
-        int steps;
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_way_back(kv, seq, layer, i, way);
-        paper.outside--;
-        tkvi_peak_take(&paper, way[steps - 1]);
-        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
-    }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
-    return paper;
-}
-
-TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
-                                  const float *v, int n) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    tkvi_list *list;
-    const uint32_t *ids;
-    tkvi_source from_k, from_v;
-    tkvi_peak paper;
-    int i, first = -1, last = 0;
-    if (st) return st;
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
-    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
-        return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    if (start > list->len || n > list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
-    for (i = 0; i < list->n; i++) {
-        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
-        if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
-                             " on");
-        if (at >= start + n) break;
-        if (at < start || end > start + n)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
-                             " (tkv_remat_missing)");
-        if (first < 0) first = i;
-        last = i + 1;
-    }
-    if (first < 0) return tkvi_ok(kv); /* this layer has them */
-    memset(&from_k, 0, sizeof from_k);
-    from_k.data = k;
-    from_k.dim = kv->tables.cfg.head_dim;
-    from_k.head_stride = from_k.dim;
-    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
-    from_v = from_k;
-    from_v.data = v;
-    from_v.dim = kv->tables.cfg.v_head_dim;
-    from_v.head_stride = from_v.dim;
-    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
-    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
-                         " (cfg.nonfinite can saturate them)");
-    kv->seq[seq].used = ++kv->clock;
-    paper = tkvi_paper_give(kv, seq, layer, first, last);
-    if (tkvi_lazy(kv)) {
-        const size_t budget = kv->tables.cfg.budget_bytes;
-        size_t takes;
-        tkvi_ask_for(kv, &paper, NULL, 0, layer);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
-            return tkvi_over_budget(kv, takes);
-        paper = tkvi_paper_give(kv, seq, layer, first, last);
-    }
-    if (!tkvi_peak_ready(&kv->pool, &paper))
-        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                         "no memory for what comes back, tokens", n, "");
-    for (i = first; i < last; i++)
-        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
-    tkvi_settle(kv, seq);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
-                                 void *user, int *missing) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    int start = 0, n = 0, layers, at, may = 1;
-    if (missing) *missing = 0;
-    if (st) return st;
-    if (!r || !compute || step < r->step)
-        return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
-                         "");
-    while (may && !st) {
-        (void)tkv_remat_missing(kv, seq, &start, &n);
-        if (n == 0) break;
-        for (at = start, layers = 0; at < start + n && may;) {
-            const int end = tkvi_piece_end(kv, seq, at, 1);
-            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
-            int first;
-            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
-                return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
-            if (!may) break;
-            layers = tkvi_max(layers, piece.layers);
-            at = end;
-        }
-        if (at == start) break;
-        kv->error[0] = 0; /* what stands there then is of this call */
-        st = compute(user, kv, seq, 0, layers, start, at - start);
-        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
-            st = TKV_ERR_STATE;
-    }
-    if (missing)
-        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
-            n = tkvi_piece_end(kv, seq, at, 1);
-            *missing += n - at;
-        }
-    if (!st) return tkvi_ok(kv);
-    if (st == TKV_ERR_STATE)
-        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
-    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
-}
-
-#endif /* TKVI_RECOMPUTE_H */
-/* ======== calibration.h ======== */
-/*
- * calibration.h - the tables of learn.h from outside: save, load, freeze, refresh. What is saved is what was learned of
- * the model, not which bits follow from it: a calibration made with one plan serves any other.
- *
- *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim          u32 each, little-endian, as all numbers
- *   layer:  u32 what there is: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for nothing
- *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
- *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
- *           2: drawn in kvquant.h
- *   u64 FNV-1a of all bytes before
- *
- * May call learn and below.
- */
-#ifndef TKVI_CALIBRATION_H
-#define TKVI_CALIBRATION_H
-
-
-#define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
-
-static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->head_dim; }
-
-static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
-
-static int tkvi_layer_learns(const tkv_cache *kv, int layer) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    return p->stored == layer && tkvi_plan_learns(p);
-}
-
-static int tkvi_has_table(const tkv_cache *kv, int layer) {
-    return tkvi_layer_learns(kv, layer) && kv->tables.current[layer] >= 0;
-}
-
-TKV_API int tkv_calibrated_layers(const tkv_cache *kv) {
-    int layer, n = 0;
-    for (layer = 0; kv && layer < kv->tables.cfg.n_layers; layer++) n += tkvi_has_table(kv, layer);
-    return n;
-}
-
-/* What the layer's table has, or would have: as in the bytes. */
-static int tkvi_table_parts(const tkv_cache *kv, int layer) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
-}
-
-static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    return (parts & 1 ? (size_t)cfg->n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
-           (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
-}
-
-/* >>saving */
-TKV_API tkv_status tkv_calibration_save(const tkv_cache *kv, void *dst, size_t size, size_t *bytes) {
-    const tkv_config *cfg;
-    uint8_t *at = (uint8_t *)dst;
-    uint64_t sum;
-    size_t need;
-    int layer, head, i;
-    if (!kv || !bytes) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
-    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->n_layers + 8u;
-    for (layer = 0; layer < cfg->n_layers; layer++)
-        if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
-    *bytes = need;
-    if (!dst) return TKV_OK;
-    if (size < need) return TKV_ERR_ARG;
-    memcpy(at, "TKVC", 4);
-    tkvi_store32(at + 4, 1);
-    tkvi_store32(at + 8, (uint32_t)cfg->n_layers);
-    tkvi_store32(at + 12, (uint32_t)cfg->n_kv_heads);
-    tkvi_store32(at + 16, (uint32_t)cfg->head_dim);
-    tkvi_store32(at + 20, (uint32_t)cfg->v_head_dim);
-    at += TKVI_CALIBRATION_HEAD;
-    for (layer = 0; layer < cfg->n_layers; layer++) {
-        int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
-        tkvi_store32(at, (uint32_t)has);
-        at += 4;
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current[layer])[head];
-            tkvi_store16(at, (uint16_t)h->reach);
-            tkvi_store16(at + 2, (uint16_t)h->k_weight);
-            at[4] = (uint8_t)h->k_top;
-            at[5] = (uint8_t)h->v_top;
-            at += 6;
-            memcpy(at, h->order, (size_t)cfg->head_dim);
-            memcpy(at + cfg->head_dim, h->importance, (size_t)cfg->head_dim);
-            at += 2 * cfg->head_dim;
-            for (i = 0; i < cfg->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
-        }
-        if (has & 2) {
-            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current[layer], at);
-            at += tkvi_kvquant_bytes(cfg);
-        }
-    }
-    sum = tkvi_fnv1a((const uint8_t *)dst, need - 8u);
-    tkvi_store32(at, (uint32_t)sum);
-    tkvi_store32(at + 4, (uint32_t)(sum >> 32));
-    return TKV_OK;
-}
-
-/* >>loading */
-static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
-
-/* One head's bytes: every channel once, importance falling and not 0, numbers in range. */
-static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
-    const uint8_t *order = at + 6, *importance = order + cfg->head_dim, *mean = importance + cfg->head_dim;
-    uint8_t seen[TKV_MAX_HEAD_DIM];
-    int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
-    memset(seen, 0, sizeof seen);
-    if (k_top < -TKVI_LOG_TOP || k_top > TKVI_LOG_TOP || v_top < -TKVI_LOG_TOP || v_top > TKVI_LOG_TOP)
-        return 0;
-    for (i = 0; i < 2; i++) {
-        int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
-        if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
-    }
-    for (i = 0; i < cfg->head_dim; i++) {
-        if (order[i] >= cfg->head_dim || seen[order[i]]++) return 0;
-        if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
-        if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
-    }
-    return 1;
-}
-
-/* Are these bytes a calibration for this cache? Returns the reason if not. */
-static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    const uint8_t *at, *end;
-    uint64_t sum;
-    int layer, head;
-    if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
-        return "these bytes are no calibration";
-    if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
-    at = src + TKVI_CALIBRATION_HEAD;
-    end = src + size - 8;
-    sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
-    if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
-    if (tkvi_load32(src + 8) != (uint32_t)cfg->n_layers ||
-        tkvi_load32(src + 12) != (uint32_t)cfg->n_kv_heads ||
-        tkvi_load32(src + 16) != (uint32_t)cfg->head_dim ||
-        tkvi_load32(src + 20) != (uint32_t)cfg->v_head_dim)
-        return "the calibration is of another model: layers, KV heads or head_dim differ";
-    for (layer = 0; layer < cfg->n_layers; layer++) {
-        uint32_t has;
-        if (end - at < 4) return "the calibration ends too early";
-        has = tkvi_load32(at);
-        at += 4;
-        if (has > 3) return "the calibration has a layer that it cannot have";
-        for (head = 0; (has & 1) && head < cfg->n_kv_heads; head++) {
-            if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration makes no sense";
-            at += tkvi_head_bytes(cfg);
-        }
-        if (has & 2) {
-            if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_kvquant_valid(cfg, at)) return "ranges or levels of the calibration make no sense";
-            if ((tkvi_table_parts(kv, layer) & 2) &&
-                (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
-                return "the calibration was made with another cfg.rope or cfg.kvquant";
-            at += tkvi_kvquant_bytes(cfg);
-        }
-    }
-    return at == end ? NULL : "the calibration is longer than it should be";
-}
-
-static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
-    const tkvi_version *to = &kv->tables.version[version];
-    size_t n = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
-    tkvi_head *h = &to->head[n];
-    size_t i, dim = (size_t)cfg->head_dim;
-    h->reach = tkvi_signed16(tkvi_load16(at));
-    h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
-    h->k_top = tkvi_signed_byte(at[4]);
-    h->v_top = tkvi_signed_byte(at[5]);
-    at += 6;
-    for (i = 0; i < pad; i++) {
-        to->channel[n * pad + i] = i < dim ? at[i] : (uint8_t)i;
-        to->importance[n * pad + i] = i < dim ? at[dim + i] : (uint8_t)0;
-        to->mean[n * pad + i] = i < dim ? tkvi_f16_to_f32(tkvi_load16(at + 2 * dim + 2 * i)) : 0.0f;
-    }
-}
-
-/* No sequence may be in a step: an abort would not take the tables back. */
-static tkv_status tkvi_between_steps(tkv_cache *kv) {
-    int seq;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
-        if (kv->seq[seq].in_step)
-            return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
-                             "; commit or abort it first");
-    return TKV_OK;
-}
-
-/* A version for a new table of this layer. */
-static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
-    *version = tkvi_free_version(kv, layer);
-    if (*version < 0)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
-                         "; reset the sequences that hold the oldest");
-    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
-}
-
-TKV_API tkv_status tkv_calibration_load(tkv_cache *kv, const void *src, size_t size) {
-    const uint8_t *at;
-    const char *wrong;
-    tkv_status st;
-    int layer, head, version = 0, pass;
-    if (!kv) return TKV_ERR_ARG;
-    if (!src) return tkvi_fail(kv, TKV_ERR_ARG, "the calibration is missing", 0, NULL);
-    st = tkvi_between_steps(kv);
-    if (st) return st;
-    wrong = tkvi_calibration_wrong(kv, (const uint8_t *)src, size);
-    if (wrong) return tkvi_fail(kv, TKV_ERR_DATA, wrong, 0, NULL);
-    for (pass = 0; pass < 2; pass++) { /* memory first */
-        at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
-        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-            int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
-            use = need && (has & need) == need; /* of both things or none */
-            at += 4;
-            if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.n_kv_heads; head++)
-                tkvi_head_load(kv, layer, version, head,
-                               at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
-            if (pass && use && (need & 2))
-                tkvi_kvquant_load(&kv->tables, layer, version,
-                                  at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
-            at += tkvi_parts_bytes(&kv->tables.cfg, has);
-            if (!pass || !use) continue;
-            tkvi_table_use(kv, layer, version);
-            tkvi_learned(kv, layer, 0);
-        }
-    }
-    return tkvi_ok(kv);
-}
-
-/* >>from samples */
-static int tkvi_samples_finite(const float *x, size_t n, int positive) {
-    size_t i;
-    for (i = 0; x && i < n; i++)
-        if (!tkvi_is_finite(x[i]) || (positive && x[i] < 0.0f)) return 0;
-    return 1;
-}
-
-TKV_API tkv_status tkv_calibration_fit(tkv_cache *kv, const tkv_samples *s) {
-    const tkv_config *cfg;
-    tkvi_tokens_of from;
-    tkv_status st;
-    size_t rows;
-    int version;
-    if (!kv) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
-    if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
-    if (s->layer < 0 || s->layer >= cfg->n_layers)
-        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
-    if (tkvi_table_parts(kv, s->layer) != 2)
-        return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
-                         s->layer, "");
-    if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
-    if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
-        return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
-    st = tkvi_between_steps(kv);
-    if (st) return st;
-    rows = (size_t)s->n * (size_t)cfg->n_kv_heads;
-    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->head_dim, 0) ||
-        !tkvi_samples_finite(s->v, rows * (size_t)cfg->v_head_dim, 0) ||
-        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->head_dim, 1) ||
-        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->v_head_dim, 1))
-        return tkvi_fail(kv, TKV_ERR_NONFINITE,
-                         "there is a NaN, an infinity or a negative weight in the samples", 0, NULL);
-    st = tkvi_version_for(kv, s->layer, &version);
-    if (st) return st;
-    from.kv = kv;
-    from.samples = s;
-    from.layer = s->layer;
-    tkvi_kvquant_learn_from(&from, version);
-    tkvi_table_use(kv, s->layer, version);
-    tkvi_learned(kv, s->layer, 0);
-    return tkvi_ok(kv);
-}
-
-/* >>freeze and refresh */
-TKV_API tkv_status tkv_calibration_freeze(tkv_cache *kv) {
-    tkv_status st;
-    int layer, none = 0;
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_between_steps(kv);
-    if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-        if (tkvi_layer_learns(kv, layer) && !tkvi_has_table(kv, layer)) {
-            none = 1;
-            if (tkvi_held(kv, layer) < 1)
-                return tkvi_fail(kv, TKV_ERR_STATE, "there is nothing to learn from yet in layer", layer, "");
-        }
-    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
-    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
-        int8_t had;
-        if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer) && tkvi_learn_begin(kv, layer, 1, &had))
-            tkvi_learn_end(kv, layer, had, 1);
-        tkvi_learned(kv, layer, 0);
-    }
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
-    tkv_status st;
-    int layer;
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_between_steps(kv);
-    if (!st && !tkvi_heard_get(kv, &kv->heap)) st = tkvi_no_table(kv);
-    for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
-        if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
-        tkvi_metric_restart(kv, layer);
-    }
-    return st ? st : tkvi_ok(kv);
-}
-
-#endif /* TKVI_CALIBRATION_H */
-/* ======== attend.h ======== */
-/*
- * attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
+ * attention/attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
  * Online softmax: Milakov and Gimelshein (arXiv 1805.02867); split over keys and merge by log-sum-exp:
  * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). May call cache and below; reads only.
  *
@@ -21354,11 +20003,11 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
  * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
  * instruction set has kernels for them (>>many), and no thread gets less than one.
  *
- * Scores are relative to a reference key (what recent keys share): see kernels.h. `origin` = scale q.ref brings the
- * absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
+ * Scores are relative to a reference key (what recent keys share): see kernels/scalar.h. `origin` = scale q.ref
+ * brings the absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
  */
-#ifndef TKVI_ATTEND_H
-#define TKVI_ATTEND_H
+#ifndef TKVI_ATTENTION_ATTEND_H
+#define TKVI_ATTENTION_ATTEND_H
 
 
 /* >>the call, checked and with defaults filled in */
@@ -21375,11 +20024,12 @@ typedef struct tkvi_call {
     int tell;              /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen;      /* statistics of this layer are wanted (learn.h) */
-    int metric;      /* its queries are (metric.h) */
-    int meter;       /* the quality meter watches a head of it (meter.h) */
-    tkvi_room *room; /* for what comes from outside (spill.h), each task its own; NULL where nothing does */
-    int *failed;     /* of all tasks: bits of tkvi_failure */
+    int listen; /* statistics of this layer are wanted (learn/statistics.h) */
+    int metric; /* its queries are (learn/squat_queries.h) */
+    int meter;  /* the quality meter watches a head of it (cache/meter.h) */
+    tkvi_room *
+        room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
+    int *failed;           /* of all tasks: bits of tkvi_failure */
     const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
@@ -21911,7 +20561,7 @@ static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_su
 }
 #endif
 
-/* >>quality: the same attention once more, with exact copies in place of coded blocks (meter.h) */
+/* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
 typedef struct tkvi_contrast { /* of a row */
     int sampled;
     uint64_t keys, kept; /* coded keys in its reach; those with a copy */
@@ -22130,7 +20780,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
     }
 }
 
-/* >>gathering: what rows that are asked looked at, by a second pass over the keys when their sums are known (mass.h) */
+/* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
 static int tkvi_next_teller(const tkvi_unit *u, int r) {
     const tkvi_mass *m = u->call->mass;
@@ -22328,7 +20978,7 @@ static int tkvi_any_tells(const tkvi_work *w) {
     return any;
 }
 
-/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (many.h) */
+/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
 typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
     TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
     TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
@@ -22494,7 +21144,7 @@ static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
     for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
 }
 
-/* The quality meter compares kernels.h's scores with its own: rows that it samples are done again. */
+/* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
 static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit *u) {
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
@@ -22695,14 +21345,1521 @@ TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const floa
     }
 }
 
-#endif /* TKVI_ATTEND_H */
-/* ======== ranking.h ======== */
+#endif /* TKVI_ATTENTION_ATTEND_H */
+/* ======== attention/reference.h ======== */
 /*
- * ranking.h - importance of the tokens of a cache: what attention gathered (mass.h), weighed as importance.h does; mass
- * from elsewhere; the most important tokens. May call sequence and below.
+ * attention/reference.h - the slow definition of attention, for tests: decode each key and value, work in double,
+ * pass after pass (maximum, sum, and the mass if asked). Shares with attention/attend.h the check of the call and
+ * nothing of the arithmetic. May call attend and below.
  */
-#ifndef TKVI_RANKING_H
-#define TKVI_RANKING_H
+#ifndef TKVI_ATTENTION_REFERENCE_H
+#define TKVI_ATTENTION_REFERENCE_H
+
+
+/* Logit of one key for query `query` of batch entry `item`, or 0 in *seen. */
+static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
+                             int j, int len, int *seen) {
+    const tkv_attend_params *p = c->p;
+    int at = len - c->rows[item].n + query, i;
+    double s = 0.0, add = 0.0;
+    *seen = 0;
+    if (!p->non_causal && j > at) return 0.0;
+    if (c->window && at - j >= c->window) return 0.0;
+    if (p->mask) {
+        const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return 0.0;
+        add = (double)bias;
+    }
+    if (p->mask_bits && j >= len - p->mask_bits_n) {
+        int bit = j - (len - p->mask_bits_n);
+        if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
+    }
+    *seen = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
+    s *= (double)c->scale;
+    if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
+    if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
+    return s + add;
+}
+
+static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
+    int i, finite = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
+    return finite;
+}
+
+/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
+static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
+    const tkv_cache *kv = c->kv;
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
+    double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
+    tkvi_room room[2];
+    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
+    int pass, i, j, t, any = 0;
+    ptrdiff_t at = row * c->out_row + head * c->out_head;
+    memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
+    if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+        top = (double)c->p->sinks[head];
+        any = 1;
+    }
+    for (pass = 0; pass < 3; pass++) {
+        if (pass == 1 && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
+            sum = exp((double)c->p->sinks[head] - top);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
+            const uint8_t *k, *v = NULL;
+            const int n = tkvi_block_tokens(kv, list, ids, i);
+            const uint64_t there = tkvi_there(b, n);
+            tkv_status st;
+            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
+            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            if (!st && pass == 1)
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+            if (st) return st;
+            for (t = 0; t < n; t++) {
+                float x[TKV_MAX_HEAD_DIM];
+                int seen, ch;
+                double s, w;
+                if (!(there >> t & 1) || !finite) continue;
+                j = tkvi_at(kv, ids[i], t);
+                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
+                s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
+                if (!seen) continue;
+                if (pass == 0) {
+                    top = any && top > s ? top : s;
+                    any = 1;
+                    continue;
+                }
+                w = exp(s - top);
+                if (pass == 2) {
+                    c->p->mass[item * c->mass_stride + j] += (float)(w / sum);
+                    continue;
+                }
+                sum += w;
+                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
+                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
+            }
+        }
+        if (pass == 1 && !c->p->mass) break;
+    }
+    for (i = 0; i < cfg->v_head_dim; i++)
+        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
+    if (c->p->lse)
+        c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
+            sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
+    tkvi_call c;
+    int item, query, head, row = 0;
+    tkv_status st = tkvi_call_init(&c, kv, p);
+    if (st) return st;
+    for (item = 0; item < c.n_rows; item++) {
+        if (p->mass)
+            memset(p->mass + item * c.mass_stride, 0,
+                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
+        for (query = 0; query < c.rows[item].n; query++, row++)
+            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+                st = tkvi_ref_row(&c, item, row, query, head);
+    }
+    return st;
+}
+
+#endif /* TKVI_ATTENTION_REFERENCE_H */
+/* ======== step/sequence.h ======== */
+/*
+ * step/sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
+ * May call budget and below.
+ *
+ * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
+ * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
+ * failed call leaves the cache as it was.
+ */
+#ifndef TKVI_STEP_SEQUENCE_H
+#define TKVI_STEP_SEQUENCE_H
+
+
+/* Slots of a class that tkv_reserve holds for a sequence. */
+static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
+    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
+}
+
+static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+}
+
+/* >>reservations */
+/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
+static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
+                          int64_t *room) {
+    int i, whole = 1;
+    tkvi_most_blocks(&kv->tables.cfg, p, room);
+    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
+        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+    }
+    for (i = list->sinks; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        if (tier != TKV_HOT)
+            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+    }
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
+}
+
+/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
+ * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
+ * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
+ * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_coding *coding = kv->tables.coding;
+    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
+    /* a step that reaches the length may still be aborted */
+    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    memset(need, 0, sizeof need);
+    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    need[TKV_HOT] = blocks - sink;
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
+    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+        tkv_tier due;
+        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
+        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
+        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
+                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
+        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+    }
+    tkvi_headroom(kv, p, list, ids, room);
+    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
+    }
+    return 1;
+}
+
+/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
+static void tkvi_promise(tkv_cache *kv, int seq, int len) {
+    int layer, c, waiting = 0;
+    int64_t *mine = tkvi_promised(kv, seq, 0);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        kv->pool.promised[c] -= mine[c];
+        mine[c] = 0;
+    }
+    kv->seq[seq].reserved_len = len;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    if (!waiting) kv->seq[seq].reserved_len = 0;
+}
+
+/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
+ * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
+ * passes it keeps the promise as well: it may be aborted. */
+static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_seq *s = &kv->seq[seq];
+    int64_t *before = paper->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
+    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(before, paper->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
+    tkvi_paper_append(kv, seq, layer, n, paper);
+    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(paper->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
+    tkvi_peak_note(paper);
+}
+
+/* Pages in use, and those that reservations will need. */
+static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+}
+
+/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
+static void tkvi_settle(tkv_cache *kv, int seq) {
+    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
+    tkvi_trim(&kv->pool);
+}
+
+/* >>storing tokens */
+typedef struct tkvi_source { /* one of k, v of an append */
+    const void *data;
+    tkv_type type;
+    ptrdiff_t token_stride, head_stride; /* in elements */
+    int dim;
+} tkvi_source;
+
+static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
+    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    int c;
+    if (s->type == TKV_TYPE_F32)
+        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+    else
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+}
+
+/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+static int tkvi_all_finite(const float *x, int n) {
+    uint32_t bits[16], some[16] = {0}, any = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) any |= some[k];
+    return !(any >> 31);
+}
+
+static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+    float row[TKV_MAX_HEAD_DIM];
+    int t, h, finite = 1;
+    for (t = 0; t < n; t++)
+        for (h = 0; h < heads; h++) {
+            tkvi_load_row(s, t, h, row);
+            finite &= tkvi_all_finite(row, s->dim);
+        }
+    return finite;
+}
+
+TKVI_FN float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
+}
+
+static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+                           int head, int at, int saturate, uint8_t *dst) {
+    float row[TKV_MAX_HEAD_DIM];
+    int c;
+    tkvi_load_row(s, token, head, row);
+    for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
+    side->format->side[side->which].put(side, help, row, at, dst);
+}
+
+/* The last block if it has room, its own copy if others hold it too, or a new one. */
+static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id;
+    if (tkvi_tail_room(kv, p, list, ids)) {
+        id = ids[list->n - 1];
+        if (kv->pool.block[id].refs > 1) {
+            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
+                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
+            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
+            kv->pool.block[id].refs--;
+            ids[list->n - 1] = id = mine;
+        }
+        return id;
+    }
+    {
+        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
+        id = tkvi_new_block(&kv->pool, coding, list->len);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
+        list->sinks += sink;
+        ids[list->n++] = id;
+        return id;
+    }
+}
+
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
+static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                       int first, int n) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    if (!kv->seq[seq].in_step) list->chunk = list->len;
+    for (t = 0; t < n; t++) {
+        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        tkvi_block *b = &kv->pool.block[id];
+        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
+        const int at = list->len - b->start;
+        if (kv->pool.notes) { /* a place of a token that was cut off */
+            b->gone &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
+        }
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *r = &c->record[h];
+            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+                           bytes + r->at + r->v_at);
+        }
+        list->len++;
+    }
+}
+
+/* >>append */
+/* The meter has nobody, and this sequence begins: it is watched from now on. */
+static void tkvi_watch(tkv_cache *kv, int seq) {
+    int layer, len = 0;
+    if (!kv->meter || kv->meter->seq >= 0) return;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    if (len == 0) kv->meter->seq = seq;
+}
+
+/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+    const int len = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, "sequence ");
+    tkvi_say_int(&t, seq);
+    tkvi_say(&t, ", layer ");
+    tkvi_say_int(&t, layer);
+    tkvi_say(&t, " holds ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, " tokens, so the next position is ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, ", not ");
+    tkvi_say_int(&t, position);
+    tkvi_say(&t,
+             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    return TKV_ERR_RANGE;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                  const int *positions, int *total) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int i, j;
+    *total = 0;
+    for (i = 0; i < n_rows; i++) {
+        const tkvi_list *list;
+        int room;
+        if (!tkvi_seq_ok(kv, rows[i].seq))
+            return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
+        if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
+        for (j = 0; j < i; j++)
+            if (rows[j].seq == rows[i].seq)
+                return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
+        list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (positions && positions[i] != list->len)
+            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
+        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > room)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+                             " more tokens here; append them in chunks");
+        if (rows[i].n > cfg->max_tokens - list->len)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
+                             " more tokens");
+        if (rows[i].n > TKVI_FOREVER - *total)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
+        *total += rows[i].n;
+    }
+    return TKV_OK;
+}
+
+/* An append on paper. */
+static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
+    return paper;
+}
+
+/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
+static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
+    int i;
+    for (i = 0; i < n_rows; i++) {
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (failed) list->chunk = list->chunk_was;
+        else list->chunk_was = list->chunk, list->chunk = list->len;
+    }
+}
+
+TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
+    const tkv_config *cfg;
+    tkv_rows one;
+    const tkv_rows *rows;
+    tkvi_source k, v;
+    tkvi_peak paper;
+    int8_t had;
+    tkv_status st;
+    int n_rows, i, total, open, first = 0;
+    if (!kv) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
+    one.seq = p->seq;
+    one.n = p->n;
+    rows = p->batch ? p->batch : &one;
+    n_rows = p->batch ? p->n_batch : 1;
+    if (n_rows < 0 || n_rows > cfg->max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
+    if (p->layer < 0 || p->layer >= cfg->n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
+    if (kv->tables.plan[p->layer].stored != p->layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
+                         " has no K and V of its own (share_kv or no_cache)");
+    if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
+        return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
+    if (st) return st;
+    if (total == 0) return tkvi_ok(kv);
+    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
+    k.data = p->k;
+    k.type = p->k_type;
+    k.dim = cfg->head_dim;
+    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
+    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
+    v.data = p->v;
+    v.type = p->v_type;
+    v.dim = cfg->v_head_dim;
+    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
+    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
+    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
+                         " (cfg.nonfinite can saturate them)");
+    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
+    had = kv->tables.current[p->layer];
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (tkvi_lazy(kv))
+        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
+    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
+    if (tkvi_lazy(kv)) {
+        const size_t budget = cfg->budget_bytes,
+                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
+                             TKVI_BLOCK;
+        size_t takes;
+        int fits;
+        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        fits = tkvi_fits_somewhere(kv, budget, &takes);
+        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
+        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (!fits || !tkvi_make_room(kv, budget)) {
+            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+            return tkvi_over_budget(kv, takes);
+        }
+        had = kv->tables
+                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
+        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    }
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n &&
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+            goto no_memory;
+    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    tkvi_learn_end(kv, p->layer, had, 1);
+    if (!open) tkvi_metric_learn(kv, p->layer);
+    for (i = 0; i < n_rows; i++) {
+        if (rows[i].n == 0) continue;
+        tkvi_watch(kv, rows[i].seq);
+        if (!kv->seq[rows[i].seq].in_step) {
+            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* not before: then other blocks would be due than on paper */
+        }
+        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        first += rows[i].n;
+    }
+    if (kv->seen && kv->seen[p->layer] >= 0)
+        kv->seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
+    tkvi_metric_count(kv, p->layer, total);
+    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
+    return tkvi_ok(kv);
+no_memory:
+    tkvi_learn_end(kv, p->layer, had, 0);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+no_table:
+    if (kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
+    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
+}
+
+static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
+                              const float *v, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k;
+    p.v = v;
+    p.positions = position;
+    return tkv_append_ex(kv, &p);
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    return tkvi_append(kv, seq, layer, NULL, k, v, n);
+}
+
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n) {
+    return tkvi_append(kv, seq, layer, &position, k, v, n);
+}
+
+/* >>all layers of a sequence age at once, or nothing happens */
+static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+}
+
+static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
+    int8_t had[TKVI_MAX_LAYERS];
+    tkvi_peak paper;
+    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    for (layer = 0; layer < n; layer++) {
+        had[layer] = kv->tables.current[layer];
+        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+    }
+    paper = tkvi_paper(kv);
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    for (pass = 0; pass < 2 && ready; pass++) {
+        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                tkvi_age(kv, seq, layer,
+                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
+                                                                                 : tkvi_hot_age(kv, layer),
+                         partial, pass ? NULL : &paper);
+        if (pass) continue;
+        ready = (tkvi_lazy(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
+        for (layer = 0; layer < n; layer++) {
+            tkvi_learn_end(kv, layer, had[layer], ready);
+            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+        }
+    }
+    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
+        return tkvi_fail(kv,
+                         budget              ? TKV_ERR_BUDGET
+                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
+                                             : TKV_ERR_NOMEM,
+                         "no memory to recode blocks", 0, NULL);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+    tkv_status st;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if ((unsigned)mode > TKV_FLUSH_ALL)
+        return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
+        tkvi_promise(kv, seq, 0);
+        tkvi_trim(&kv->pool);
+    }
+    return st;
+}
+
+/* >>steps */
+TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
+    tkv_status st;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
+    tkvi_learn_early(kv);
+    st = tkvi_age_all(kv, seq, 0, 0);
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
+        list->step_len = list->chunk = list->len;
+    }
+    kv->seq[seq].in_step = 1;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
+    int layer, n = -1;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.plan[layer].stored != layer) continue;
+        if (n < 0) n = list->len - list->step_len;
+        if (list->len - list->step_len != n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
+                             "");
+    }
+    kv->seq[seq].in_step = 0;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* Of a packed block some positions are cut off; one without any says so by a bit. */
+static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_block *b = &kv->pool.block[id];
+    int t;
+    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    for (t = 0; t < b->packed; t++) {
+        if (tkvi_at(kv, id, t) < len) continue;
+        tkvi_set_at(kv, id, t, b->start);
+        b->gone |= (uint64_t)1 << t;
+    }
+}
+
+/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
+static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
+        list->n--;
+        if (list->n < list->sinks) list->sinks = list->n;
+        tkvi_release_block(&kv->pool, ids[list->n]);
+    }
+    list->out = tkvi_min(list->out, list->n - list->sinks);
+    list->len = len;
+    list->chunk = tkvi_min(list->chunk, len);
+    tkvi_mass_cut(kv, list, ids);
+    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
+}
+
+TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    kv->seq[seq].in_step = 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        int n = list->len - list->step_len;
+        if (n <= 0) continue;
+        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->ears && kv->ears[layer].tokens > 0)
+            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        tkvi_cut(kv, seq, layer, list->step_len);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
+    tkvi_peak paper;
+    tkv_rows row;
+    int len, layer, had, want, ready = 1;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n < 1 || n > kv->tables.cfg.max_append)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
+    len = tkv_seq_len(kv, seq);
+    if (n > kv->tables.cfg.max_tokens - len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
+                         " more tokens");
+    row.seq = seq;
+    row.n = n;
+    had = kv->seq[seq].reserved_len;
+    kv->seq[seq].used = ++kv->clock;
+    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    paper = tkvi_paper(kv);
+    if (tkvi_lazy(kv)) {
+        const size_t budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
+        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
+            tkvi_trim(&kv->pool);
+            return tkvi_over_budget(kv, takes);
+        }
+        tkvi_promise(kv, seq, tkvi_max(had, len + n));
+        paper = tkvi_paper(kv);
+    }
+    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+         layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+            ready = tkvi_version_ready(kv, 0);
+    want = tkvi_row_want(kv, &row, -1, 0);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    tkvi_promise(kv, seq, had); /* as it was */
+    tkvi_trim(&kv->pool);
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
+                     " tokens");
+}
+
+/* >>cutting */
+TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
+    int layer, i;
+    int64_t taken;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int coded = list->archive + list->warm, must = 0;
+        if (p->stored != layer || list->len <= n_tokens) continue;
+        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
+        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
+        if (n_tokens < must)
+            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
+                             must, " must stay");
+    }
+    taken = tkvi_pages_taken(&kv->pool);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
+    tkvi_settle(kv, seq);
+    if (tkvi_pages_taken(&kv->pool) >
+        taken) /* where tokens were evicted, blocks that are left have no room */
+        tkvi_promise(kv, seq, 0);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
+    tkvi_seq *s;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    s = &kv->seq[seq];
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
+        memset(list, 0, sizeof *list);
+    }
+    s->in_step = 0;
+    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
+    tkvi_promise(kv, seq, 0);
+    if (!kv->pool.keep_all) {
+        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+        s->block = NULL;
+        s->cap = 0;
+    }
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+/* >>reading */
+TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
+    const tkv_config *cfg;
+    const tkvi_helpers *help;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_room room;
+    int i, h, from, to, slot;
+    room.key = TKVI_NIL;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    help = kv->kernels->helpers;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+        const int at = tkvi_find(kv, list, ids, i, &slot);
+        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+    }
+    for (from = start; from < start + n; from = to) {
+        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const tkvi_coding *c;
+        i = tkvi_find(kv, list, ids, from, &slot);
+        if (i < 0) return TKV_ERR_RANGE;
+        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
+        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        for (h = 0; h < cfg->n_kv_heads; h++) {
+            const tkvi_record *r = &c->record[h];
+            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
+            const uint8_t *bytes;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            if (k && !st)
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+            if (v && !st)
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+            if (st) return st;
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_SEQUENCE_H */
+/* ======== step/pins.h ======== */
+/*
+ * step/pins.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
+ * sequence, drop and below.
+ */
+#ifndef TKVI_STEP_PINS_H
+#define TKVI_STEP_PINS_H
+
+
+static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!kv->pool.tables->cfg.evict.kind)
+        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
+    const tkv_evict_config *cfg;
+    tkv_evict_config full;
+    tkvi_choice c;
+    tkv_status st;
+    int layer, pass, keep;
+    if (!kv) return TKV_ERR_ARG;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
+    st = tkvi_evictable(kv, p->seq, p->layer);
+    if (st) return st;
+    cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    if (keep < 1)
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+    if (!tkvi_evict_fill(cfg, &full))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
+                         NULL);
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
+        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
+             layer++) {
+            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+                             &c);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
+            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+        }
+    tkvi_settle(kv, p->seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+    tkv_status st = tkvi_evictable(kv, seq, layer);
+    int l, i;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !victims))
+        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
+        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+    int layer, i, t;
+    if (st) return st;
+    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            uint64_t these = 0;
+            for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
+                const int at = tkvi_at(kv, ids[i], t);
+                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
+            }
+            if (!these) continue;
+            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) notes->pinned |= these;
+            else if (until) {
+                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
+                notes->passing |= these;
+            } else {
+                notes->pinned &= ~these;
+                notes->passing &= ~these;
+            }
+        }
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
+}
+
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
+    if (kv && (length < 1 || length >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
+    return tkvi_pin(kv, seq, start, n, length);
+}
+
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, t;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
+    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            if (at >= 0 && at < n) tkvi_mark(mask, at);
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_PINS_H */
+/* ======== step/promote.h ======== */
+/*
+ * step/promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept
+ * (reclaim/offload.h). What was coded and has no copy stays as it is: to decode it restores nothing. May call
+ * sequence and below.
+ */
+#ifndef TKVI_STEP_PROMOTE_H
+#define TKVI_STEP_PROMOTE_H
+
+
+TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
+    tkvi_shape h;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int i;
+    if (!bytes) return TKV_ERR_ARG;
+    if (st) return st;
+    for (i = 0, *bytes = 0; i < h.n_keys; i++)
+        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
+    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+    int l, i, n = 0;
+    if (done) *done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->tables.cfg.spill.store)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
+    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    kv->store_failed = 0;
+    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
+        if (layer != TKV_ALL && l != layer) continue;
+        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
+        if (kv->store_failed) break;
+    }
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    if (kv->store_failed)
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
+    return tkvi_ok(kv);
+}
+
+/* Room for one more block of this coding, nothing else being touched for it. */
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
+    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak_take(&paper, coding);
+    if (tkvi_lazy(kv)) {
+        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
+            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                             NULL);
+        tkvi_trim_to(&kv->pool, 0);
+    }
+    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                     "no memory for a block in a better format", 0, NULL);
+}
+
+/* All pieces of what is outside, into a slot of its coding. */
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
+                                                 int coding, uint8_t *to) {
+    const tkvi_coding *c = &kv->tables.coding[coding];
+    tkvi_room room;
+    int i;
+    room.key = TKVI_NIL;
+    memset(to, 0, c->bytes.total);
+    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
+        const tkvi_record *r = &c->record[i / 2];
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        if (st) return st;
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
+    }
+    return TKV_OK;
+}
+
+/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+static int tkvi_better_of(const tkvi_block *b) {
+    if (b->refs > 1) return -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
+    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+}
+
+/* Block i, which has this position, comes back. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    tkvi_block *b = &kv->pool.block[id];
+    const int what = tkvi_better_of(b);
+    tkv_status st;
+    uint32_t page, old_page;
+    int coding, slot, old_slot;
+    if (what < 0)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
+                         " (cfg.spill.keep_exact keeps it)");
+    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    st = tkvi_promote_ready(kv, coding);
+    if (st) return st;
+    b = &kv->pool.block[id]; /* the table may have grown */
+    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    if (st) {
+        tkvi_give_slot(&kv->pool, page, slot);
+        tkvi_trim(&kv->pool);
+        return tkvi_fail(kv, st,
+                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
+                                          : "what cfg.spill.fetch gave is not the block at position",
+                         position, "; it stays as it is");
+    }
+    old_page = b->page;
+    old_slot = b->slot;
+    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->coding = (uint16_t)coding;
+    if (what == TKVI_COPY) b->via = 0;
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    tkvi_note_move(kv, id, list->len);
+    kv->promoted++;
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
+}
+
+#endif /* TKVI_STEP_PROMOTE_H */
+/* ======== step/recompute.h ======== */
+/*
+ * step/recompute.h - blocks that nobody has (reclaim/discard.h): they are dropped by hand or by tkv_remat_decide, and
+ * come back from the caller's model. May call promote, remat and below.
+ *
+ * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
+ * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
+ * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come
+ * back by the last two, which is no worse.
+ */
+#ifndef TKVI_STEP_RECOMPUTE_H
+#define TKVI_STEP_RECOMPUTE_H
+
+
+/* >>what there is */
+/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
+ * crosses. */
+static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
+    int layer, i, end = at + 1, had = at;
+    while (had < end) {
+        had = end;
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
+            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
+            end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
+        }
+    }
+    return end;
+}
+
+/* The first position from `from` on that some layer lacks, -1: there is none. */
+static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
+    int layer, i, first = -1;
+    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const int start = tkvi_block_start(kv, ids, i);
+            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
+            if (first < 0 || start < first) first = start;
+            break;
+        }
+    }
+    return first;
+}
+
+TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
+    int at;
+    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
+    *start = *n = 0;
+    at = tkvi_first_absent(kv, seq, 0);
+    if (at < 0) return TKV_OK;
+    *start = at;
+    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    *n = at - *start;
+    return TKV_OK;
+}
+
+/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
+static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int tables = !tkvi_any_step(kv);
+    tkv_remat_block piece;
+    int layer, i;
+    memset(&piece, 0, sizeof piece);
+    piece.start = start;
+    piece.end = end;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
+            if (tkvi_block_end(kv, list, ids, i) <= start) continue;
+            if (tkvi_absent(b)) piece.dropped = 1;
+            if (tkvi_absent(b)) piece.layers = layer + 1;
+            if (tkvi_spilled(b)) continue;
+            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            piece.bytes += bytes;
+            piece.quantized_bytes +=
+                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+        }
+    }
+    if (!piece.dropped) piece.layers = 0;
+    return piece;
+}
+
+static int tkvi_next_level(const tkv_cache *kv) {
+    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+}
+
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                    int *n) {
+    int at = TKVI_FOREVER, layer, len, end, count = 0;
+    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
+    len = tkv_seq_len(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->n)
+            at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
+    for (; at < len; at = end, count++) {
+        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
+        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+    }
+    *n = count;
+    return TKV_OK;
+}
+
+/* >>going */
+static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int first, last, end;
+    if (dropped) *dropped = 0;
+    if (st) return st;
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
+    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
+                    n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
+    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                  size_t *freed) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    size_t won = 0;
+    int n = 0, i, to = 0, last = 0, tighten = 0;
+    if (freed) *freed = 0;
+    if (st) return st;
+    if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
+    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
+        return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
+                         " blocks (tkv_remat_blocks)");
+    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
+    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
+    for (i = 0; i < n; i++) {
+        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
+        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+    }
+    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
+    won = tkvi_vacate(kv, seq, to, 1, &last);
+    if (tighten) {
+        tkvi_ask_nothing(kv);
+        tkvi_go_to_level(kv, tkvi_next_level(kv));
+        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
+    }
+    if (freed) *freed = won;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* >>coming back */
+/* The codings that what is given to block i goes through, hot first; returns how many. */
+static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+    const tkvi_tables *t = &kv->tables;
+    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    int n = 0;
+    way[n++] = r->coding[TKV_HOT];
+    if (b->via) way[n++] = b->via - 1;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
+    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+        tkvi_waits(kv, layer, tier))
+        return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
+        !tkvi_waits(kv, layer, TKV_WARM))
+        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
+    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
+    return n;
+}
+
+/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
+static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
+                            const tkvi_source *v, int start) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
+    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkvi_coding *c;
+    tkvi_block *b = &kv->pool.block[id];
+    tkvi_recoding r;
+    uint32_t page;
+    uint8_t *bytes;
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
+    c = &kv->tables.coding[way[0]];
+    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)s;
+    b->coding = (uint16_t)way[0];
+    bytes = tkvi_block_bytes(&kv->pool, b);
+    memset(bytes, 0, c->bytes.total);
+    for (t = 0; t < n; t++)
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *rec = &c->record[h];
+            const int row = tkvi_at(kv, id, t) - start;
+            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+                           bytes + rec->at + rec->v_at);
+        }
+    r.kv = kv;
+    r.layer = layer;
+    r.start = b->start;
+    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
+    for (s = 1; s < steps; s++) {
+        r.from = &kv->tables.coding[way[s - 1]];
+        r.to = &kv->tables.coding[way[s]];
+        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+    }
+    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    kv->recomputed++;
+}
+
+/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
+ * there. */
+static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_peak paper = tkvi_paper(kv);
+    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    for (i = first; i < last; i++) {
+        int steps;
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        steps = tkvi_way_back(kv, seq, layer, i, way);
+        paper.outside--;
+        tkvi_peak_take(&paper, way[steps - 1]);
+        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+    }
+    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
+    return paper;
+}
+
+TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
+                                  const float *v, int n) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_source from_k, from_v;
+    tkvi_peak paper;
+    int i, first = -1, last = 0;
+    if (st) return st;
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
+        return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
+    for (i = 0; i < list->n; i++) {
+        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (first < 0 && end <= start)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
+                             " on");
+        if (at >= start + n) break;
+        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
+                             " (tkv_remat_missing)");
+        if (first < 0) first = i;
+        last = i + 1;
+    }
+    if (first < 0) return tkvi_ok(kv); /* this layer has them */
+    memset(&from_k, 0, sizeof from_k);
+    from_k.data = k;
+    from_k.dim = kv->tables.cfg.head_dim;
+    from_k.head_stride = from_k.dim;
+    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
+    from_v = from_k;
+    from_v.data = v;
+    from_v.dim = kv->tables.cfg.v_head_dim;
+    from_v.head_stride = from_v.dim;
+    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
+    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
+         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
+                         " (cfg.nonfinite can saturate them)");
+    kv->seq[seq].used = ++kv->clock;
+    paper = tkvi_paper_give(kv, seq, layer, first, last);
+    if (tkvi_lazy(kv)) {
+        const size_t budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
+            return tkvi_over_budget(kv, takes);
+        paper = tkvi_paper_give(kv, seq, layer, first, last);
+    }
+    if (!tkvi_peak_ready(&kv->pool, &paper))
+        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                         "no memory for what comes back, tokens", n, "");
+    for (i = first; i < last; i++)
+        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                 void *user, int *missing) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int start = 0, n = 0, layers, at, may = 1;
+    if (missing) *missing = 0;
+    if (st) return st;
+    if (!r || !compute || step < r->step)
+        return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
+                         "");
+    while (may && !st) {
+        (void)tkv_remat_missing(kv, seq, &start, &n);
+        if (n == 0) break;
+        for (at = start, layers = 0; at < start + n && may;) {
+            const int end = tkvi_piece_end(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            int first;
+            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
+                return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
+            if (!may) break;
+            layers = tkvi_max(layers, piece.layers);
+            at = end;
+        }
+        if (at == start) break;
+        kv->error[0] = 0; /* what stands there then is of this call */
+        st = compute(user, kv, seq, 0, layers, start, at - start);
+        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
+            st = TKV_ERR_STATE;
+    }
+    if (missing)
+        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
+            n = tkvi_piece_end(kv, seq, at, 1);
+            *missing += n - at;
+        }
+    if (!st) return tkvi_ok(kv);
+    if (st == TKV_ERR_STATE)
+        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
+    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
+}
+
+#endif /* TKVI_STEP_RECOMPUTE_H */
+/* ======== step/ranking.h ======== */
+/*
+ * step/ranking.h - importance of the tokens of a cache: what attention gathered (reclaim/scores.h), weighed as
+ * rules/importance.h does; mass from elsewhere; the most important tokens. May call sequence and below.
+ */
+#ifndef TKVI_STEP_RANKING_H
+#define TKVI_STEP_RANKING_H
 
 
 /* One layer of one sequence. */
@@ -22850,17 +23007,17 @@ TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int 
     return TKV_OK;
 }
 
-#endif /* TKVI_RANKING_H */
-/* ======== promotion.h ======== */
+#endif /* TKVI_STEP_RANKING_H */
+/* ======== step/promotion.h ======== */
 /*
- * promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing them
- * (threshold, limit and cool-down: importance.h). May call ranking, recompute and below.
+ * step/promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing
+ * them (threshold, limit and cool-down: rules/importance.h). May call ranking, recompute and below.
  *
  *     block     exact   coded + copy   outside   coded   nobody has it
  *     source      -     the copy       itself    none    the caller's model
  */
-#ifndef TKVI_PROMOTION_H
-#define TKVI_PROMOTION_H
+#ifndef TKVI_STEP_PROMOTION_H
+#define TKVI_STEP_PROMOTION_H
 
 
 /* A block matters as much as the token of it that matters most. 0: all have gone. */
@@ -22949,141 +23106,14 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
     return tkvi_ok(kv);
 }
 
-#endif /* TKVI_PROMOTION_H */
-/* ======== reference.h ======== */
+#endif /* TKVI_STEP_PROMOTION_H */
+/* ======== report/info.h ======== */
 /*
- * reference.h - the slow definition of attention, for tests: decode each key and value, work in double, pass
- * after pass (maximum, sum, and the mass if asked). Shares with attend.h the check of the call and nothing of
- * the arithmetic. May call attend and below.
- */
-#ifndef TKVI_REFERENCE_H
-#define TKVI_REFERENCE_H
-
-
-/* Logit of one key for query `query` of batch entry `item`, or 0 in *seen. */
-static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
-                             int j, int len, int *seen) {
-    const tkv_attend_params *p = c->p;
-    int at = len - c->rows[item].n + query, i;
-    double s = 0.0, add = 0.0;
-    *seen = 0;
-    if (!p->non_causal && j > at) return 0.0;
-    if (c->window && at - j >= c->window) return 0.0;
-    if (p->mask) {
-        const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
-        if (TKVI_IS_HIDDEN(bias)) return 0.0;
-        add = (double)bias;
-    }
-    if (p->mask_bits && j >= len - p->mask_bits_n) {
-        int bit = j - (len - p->mask_bits_n);
-        if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
-    }
-    *seen = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
-        s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
-    s *= (double)c->scale;
-    if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
-    if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
-    return s + add;
-}
-
-static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
-    int i, finite = 1;
-    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
-        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
-    return finite;
-}
-
-/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
-static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
-    const tkv_cache *kv = c->kv;
-    const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
-    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
-    double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
-    tkvi_room room[2];
-    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
-    int pass, i, j, t, any = 0;
-    ptrdiff_t at = row * c->out_row + head * c->out_head;
-    memset(out, 0, sizeof out);
-    room[0].key = room[1].key = TKVI_NIL;
-    if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
-        top = (double)c->p->sinks[head];
-        any = 1;
-    }
-    for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
-            sum = exp((double)c->p->sinks[head] - top);
-        for (i = 0; i < list->n; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
-            const uint8_t *k, *v = NULL;
-            const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_there(b, n);
-            tkv_status st;
-            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
-            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
-            if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
-            if (st) return st;
-            for (t = 0; t < n; t++) {
-                float x[TKV_MAX_HEAD_DIM];
-                int seen, ch;
-                double s, w;
-                if (!(there >> t & 1) || !finite) continue;
-                j = tkvi_at(kv, ids[i], t);
-                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
-                s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
-                if (!seen) continue;
-                if (pass == 0) {
-                    top = any && top > s ? top : s;
-                    any = 1;
-                    continue;
-                }
-                w = exp(s - top);
-                if (pass == 2) {
-                    c->p->mass[item * c->mass_stride + j] += (float)(w / sum);
-                    continue;
-                }
-                sum += w;
-                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
-                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
-            }
-        }
-        if (pass == 1 && !c->p->mass) break;
-    }
-    for (i = 0; i < cfg->v_head_dim; i++)
-        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
-    if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
-            sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
-    tkvi_call c;
-    int item, query, head, row = 0;
-    tkv_status st = tkvi_call_init(&c, kv, p);
-    if (st) return st;
-    for (item = 0; item < c.n_rows; item++) {
-        if (p->mass)
-            memset(p->mass + item * c.mass_stride, 0,
-                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
-        for (query = 0; query < c.rows[item].n; query++, row++)
-            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
-                st = tkvi_ref_row(&c, item, row, query, head);
-    }
-    return st;
-}
-
-#endif /* TKVI_REFERENCE_H */
-/* ======== report.h ======== */
-/*
- * report.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
+ * report/info.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
  * a walk over all invariants. May call everything above; changes nothing.
  */
-#ifndef TKVI_REPORT_H
-#define TKVI_REPORT_H
+#ifndef TKVI_REPORT_INFO_H
+#define TKVI_REPORT_INFO_H
 
 
 TKV_API int tkv_version(void) { return TKV_VERSION; }
@@ -23325,7 +23355,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     return s;
 }
 
-/* Blocks of one list that are not in RAM, at most: as spill.h and absent.h let them go. */
+/* Blocks of one list that are not in RAM, at most: as reclaim/offload.h and reclaim/discard.h let them go. */
 typedef struct tkvi_away {
     int64_t blocks;
     int missing; /* nobody has them, and their tokens are in no tier */
@@ -23833,18 +23863,18 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     return TKV_OK;
 }
 
-#endif /* TKVI_REPORT_H */
-/* ======== decimal.h ======== */
+#endif /* TKVI_REPORT_INFO_H */
+/* ======== report/decimal.h ======== */
 /*
- * decimal.h - floats as decimal text and back, exactly: without strtod and printf, so that neither a locale nor a
- * compiler's flags have a say. May call base.
+ * report/decimal.h - floats as decimal text and back, exactly: without strtod and printf, so that neither a locale
+ * nor a compiler's flags have a say. May call base.
  *
- * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Everything follows from that:
- * the float of a text is found by halving (its neighbours' midpoints are floats with one bit more), the text of a
- * float is the shortest one that leads back to it.
+ * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Everything follows from
+ * that: the float of a text is found by halving (its neighbours' midpoints are floats with one bit more), the text of
+ * a float is the shortest one that leads back to it.
  */
-#ifndef TKVI_DECIMAL_H
-#define TKVI_DECIMAL_H
+#ifndef TKVI_REPORT_DECIMAL_H
+#define TKVI_REPORT_DECIMAL_H
 
 #ifndef TKV_NO_REPORTS
 
@@ -24020,11 +24050,11 @@ static void tkvi_float_write(float x, char *out) {
 }
 
 #endif /* TKV_NO_REPORTS */
-#endif /* TKVI_DECIMAL_H */
-/* ======== text.h ======== */
+#endif /* TKVI_REPORT_DECIMAL_H */
+/* ======== report/text.h ======== */
 /*
- * text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the fields.
- * A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
+ * report/text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the
+ * fields. A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
  *
  *     # comment                          {
  *     preset = balanced                    "preset": "balanced",
@@ -24033,11 +24063,11 @@ static void tkvi_float_write(float x, char *out) {
  *     layers[0-5].window = 1024            "layers[0-5].window": 1024
  *                                        }
  *
- * A text is read three times: checked without a trace, then the preset, then all other values. May call preset, policy
- * and below.
+ * A text is read three times: checked without a trace, then the preset, then all other values. May call preset,
+ * policy and below.
  */
-#ifndef TKVI_TEXT_H
-#define TKVI_TEXT_H
+#ifndef TKVI_REPORT_TEXT_H
+#define TKVI_REPORT_TEXT_H
 
 #ifndef TKV_NO_REPORTS
 
@@ -25238,14 +25268,14 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 }
 
 #endif /* TKV_NO_REPORTS */
-#endif /* TKVI_TEXT_H */
-/* ======== create.h ======== */
+#endif /* TKVI_REPORT_TEXT_H */
+/* ======== report/create.h ======== */
 /*
- * create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said with its
- * line, also where single values are right and the config they make is not. May call text, cache and below.
+ * report/create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said
+ * with its line, also where single values are right and the config they make is not. May call text, cache and below.
  */
-#ifndef TKVI_CREATE_H
-#define TKVI_CREATE_H
+#ifndef TKVI_REPORT_CREATE_H
+#define TKVI_REPORT_CREATE_H
 
 #ifndef TKV_NO_REPORTS
 
@@ -25336,17 +25366,17 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
 }
 
 #endif /* TKV_NO_REPORTS */
-#endif /* TKVI_CREATE_H */
-/* ======== state.h ======== */
+#endif /* TKVI_REPORT_CREATE_H */
+/* ======== report/state.h ======== */
 /*
- * state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for each
- * figure, which both print. May call report, text and below; changes nothing.
+ * report/state.h - what the cache is and holds, for programs: JSON and Prometheus' text format. A table has a row for
+ * each figure, which both print. May call report, text and below; changes nothing.
  *
  * A new figure: a field of tkvi_figures, filled in by tkvi_figures_of, and a row. Rows of a section, and of a metric,
  * stand together; a metric whose name ends in _total is a counter, any other a gauge.
  */
-#ifndef TKVI_STATE_H
-#define TKVI_STATE_H
+#ifndef TKVI_REPORT_STATE_H
+#define TKVI_REPORT_STATE_H
 
 #ifndef TKV_NO_REPORTS
 
@@ -25750,18 +25780,18 @@ TKV_API tkv_status tkv_format_prometheus(const tkv_cache *kv, const char *labels
 }
 
 #endif /* TKV_NO_REPORTS */
-#endif /* TKVI_STATE_H */
-/* ======== end.h ======== */
+#endif /* TKVI_REPORT_STATE_H */
+/* ======== report/end.h ======== */
 /*
- * end.h - the last part: internal macros that would leak into the program that includes the implementation
+ * report/end.h - the last part: internal macros that would leak into the program that includes the implementation
  * are undefined here. Functions and types stay, all static, all tkvi_.
  */
-#ifndef TKVI_END_H
-#define TKVI_END_H
+#ifndef TKVI_REPORT_END_H
+#define TKVI_REPORT_END_H
 
 #undef TKVI_IS_HIDDEN
 
-#endif /* TKVI_END_H */
+#endif /* TKVI_REPORT_END_H */
 #ifdef __cplusplus
 }
 #ifdef __clang__

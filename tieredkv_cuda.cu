@@ -551,7 +551,7 @@ TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
-/* The rotation of rotate.h, or back, of a token that `Threads` neighbours have. */
+/* The rotation of core/rotate.h, or back, of a token that `Threads` neighbours have. */
 template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
     const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
     int i, h;
@@ -781,7 +781,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     float y[TKVCU_PART], most = 0.0f, by, unit;
     int u[TKVCU_PART], i, squares = 0, sum = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) /* as format_r.h; bfloat16 has more */
+    for (i = 0; i < TKVCU_PART; i++) /* as formats/r.h; bfloat16 has more */
         y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
     tkvcu_rotate<LINE>(y, part, 0);
     TKVCU_UNROLL
@@ -967,7 +967,7 @@ TKVCU_DEVICE void tkvcu_zero_bytes(uint8_t *dst, size_t n) { /* multiples of 64,
 #endif /* TKVCU_ENCODE_H */
 /* ======== append.h ======== */
 /*
- * append.h - new tokens on the device, and what they push down a tier: the rule of age.h, from the length
+ * append.h - new tokens on the device, and what they push down a tier: the rule of reclaim/age.h, from the length
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same
@@ -1243,7 +1243,7 @@ __global__ void __launch_bounds__(TKVCU_TRIMMERS)
 #endif /* TKVCU_APPEND_H */
 /* ======== unpack.h ======== */
 /*
- * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's product of bytes, 16 rows of
+ * unpack.h - from the codes of a tile (core/tile.h) to the first operand of a warp's product of bytes, 16 rows of
  * 32 k.
  *
  * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t
@@ -1415,7 +1415,7 @@ TKVCU_DEVICE tkvcu_v_at tkvcu_v_at_of(tkvcu_at codes, int g, int t) {
     return x;
 }
 
-/* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the
+/* >>pairs: R formats with 3 bits for two channels (formats/r.h). A code is looked up in a table of bytes: the
  * point's coordinates in units of 1/64. Two planes at a time: their codes are the nibbles of a byte. */
 #define TKVCU_PAIR_UNIT 0.015625f
 
@@ -1911,7 +1911,7 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
                            weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
+/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
  * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
@@ -1954,7 +1954,7 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (format_a.h): offset / 8 - middle,
+/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
  * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
  * 0 here. */
 template <int D, int NT>
@@ -2828,7 +2828,7 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_atten
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
 TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
@@ -2981,7 +2981,7 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
 }
 
 /* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (allocate.h), so that a captured launch is right for tables that come later. */
+ * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);
@@ -3685,7 +3685,7 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     }
 }
 
-/* How a side's slabs are coded and where they lie: tile.h. By one thread each. */
+/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
     const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */

@@ -89,7 +89,7 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
             t1 = bench_seconds(1);
             least(&append[t], t1 - t0 - tick, run);
             if (t % 512 == 0) fprintf(stderr, "\r%-10s run %d of %d, %d tokens   ", plan, run + 1, runs, t);
-            if (at < 0 && t % 8 != 7) continue; /* the queries that tables are made of: learn.h */
+            if (at < 0 && t % 8 != 7) continue; /* the queries that tables are made of: learn/statistics.h */
             t1 = bench_seconds(1);
             bench_must(tkv_attend(kv, 0, 0, q, 1, out), "tkv_attend");
             t1 = bench_seconds(1) - t1;

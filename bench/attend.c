@@ -231,7 +231,7 @@ static void measure_listening(const options *o, const tkv_config *shape, const c
         kv = listening_cache(kv, &cfg, ctx, values);
         decode(kv, &cfg, values, q, out, least);
     }
-    for (i = 0; i < STEPS; i++) { /* token ctx + i; learn.h says which ones count */
+    for (i = 0; i < STEPS; i++) { /* token ctx + i; learn/statistics.h says which ones count */
         if ((ctx + i) % 8 == 7) listening = least[i] / cfg.n_layers * 1e6;
         else quiet += least[i] / cfg.n_layers / (STEPS - 1) * 1e6;
     }

@@ -222,7 +222,7 @@ typedef enum tkv_format {
     TKV_KIVI3, /*   (KIVI, arXiv 2402.02750, section 3) */
     TKV_KIVI2,
     TKV_A40, /* K only: allocated bits per channel. Bits a value on average over a layer, metadata included: */
-    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (format_a.h) */
+    TKV_A35, /*   4, 3.5, 3, 2.75, 2.5, 2.25, 2, 1.75, 1.5 (formats/a.h) */
     TKV_A30,
     TKV_A275,
     TKV_A25,
@@ -231,19 +231,19 @@ typedef enum tkv_format {
     TKV_A175,
     TKV_A15,
     TKV_R40, /* V only: rotated values, 4, 3, 2, 1.5, 1 bits on average over a layer, and */
-    /*   8 bits a token (format_r.h) */
+    /*   8 bits a token (formats/r.h) */
     TKV_R30,
     TKV_R20,
     TKV_R15,
     TKV_R10,
-    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (format_int.h) */
+    TKV_INT8, /* each token by itself: whole numbers, an fp16 scale per group of its channels (formats/int.h) */
     TKV_INT4,
-    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (format_float.h) */
+    TKV_FP8_E4M3, /* the same: OCP floats, one fp16 scale per token (formats/float.h) */
     TKV_FP8_E5M2,
     TKV_FP4,    /* E2M1 with the two scales of NVFP4: E4M3 per 16 channels, fp16 per token */
     TKV_SQUAT4, /* K only: KIVI4 and KIVI2 with errors turned away from the queries (SQuat, arXiv 2503.24358) */
     TKV_SQUAT2,
-    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (format_subspace.h) */
+    TKV_SUBSPACE4, /* each token in parts of a rotated basis, with minimum and maximum (formats/subspace.h) */
     TKV_SUBSPACE2,
     TKV_KVQUANT4, /* levels by k-means, outliers apart, keys as before RoPE (KVQuant, arXiv 2401.18079) */
     TKV_KVQUANT3,
@@ -271,7 +271,7 @@ typedef enum tkv_fit {
 } tkv_fit;
 /* Bits of cfg.rotate: INT8, INT4, FP8 and FP4 code this side behind a randomised Hadamard rotation. */
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
-/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (format_kvquant.h). */
+/* Bits of cfg.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
     TKV_KVQUANT_POST_ROPE = 1, /* keys are coded as they come; required where there is no cfg.rope */
     TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
@@ -439,12 +439,12 @@ typedef struct tkv_event {
 typedef void (*tkv_on_event)(void *user, const tkv_event *event);
 
 /* >>spill: a place outside RAM for old blocks, such as a file (examples/spill_file.h, to be copied); see
- * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within
- * tkv_spill_bytes; what is fetched is one of these parts, what lies between them never. All return 0 if they
- * did all they were asked to. They are called from the call that needs them and must not call the cache. fetch
- * and ahead may be called from several threads at once, as tkv_attend may be and by cfg.parallel_for; store and
- * drop are not, nor while one of these runs. Each part carries an XXH64, which is checked when it comes back. It finds
- * accidents (lost, damaged, exchanged parts). It does not stop someone who writes to the store on purpose. */
+ * tkv_spill. What is stored under a key comes in parts that do not overlap, in rising order, within tkv_spill_bytes;
+ * what is fetched is one of these parts, what lies between them never. All return 0 if they did all they were asked
+ * to. They are called from the call that needs them and must not call the cache. fetch and ahead may be called from
+ * several threads at once, as tkv_attend may be and by cfg.parallel_for; store and drop are not, nor while one of
+ * these runs. Each part carries an XXH64, which is checked when it comes back. It finds accidents (lost, damaged,
+ * exchanged parts). It does not stop someone who writes to the store on purpose. */
 typedef struct tkv_spill_config { /* store and fetch, or none of these */
     int (*store)(void *user, uint32_t key, size_t offset, const void *bytes, size_t size);
     int (*fetch)(void *user, uint32_t key, size_t offset, void *bytes, size_t size);
@@ -657,7 +657,7 @@ typedef struct tkv_attend_params {
  * TKV_ERR_DATA (see tkv_spill); out untouched, TKV_ERR_NO_SOURCE: a query would see tokens that must be recomputed
  * (see tkv_remat_drop). Cost: O(rows * n_heads * keys seen), the bytes of each
  * block once per 8 rows of a KV head. Online softmax split over keys: arXiv 2307.08691, section 3; scales
- * folded into queries and weights, integer products on the codes: kernels.h. */
+ * folded into queries and weights, integer products on the codes: kernels/scalar.h. */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
 
 /* The slow definition of the same: decodes every key and value, again for each row, and works in double. For
@@ -671,9 +671,9 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows, int dim);
 
 /* >>read. Decoded K and V of tokens start .. start+n-1 in any tier, as [n][n_kv_heads][head_dim] and
- * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE
- * if a token is not held, TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v
- * untouched then. O(blocks + values). */
+ * [n][n_kv_heads][v_head_dim]; k or v may be NULL. Only reads. TKV_ERR_RANGE if a token is not held,
+ * TKV_ERR_NO_SOURCE if one must be recomputed, TKV_ERR_ARG for a layer without a cache; k and v untouched then.
+ * O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
 
 /* >>sequences. A sequence exists from its first append until its reset. Each has blocks of its own: no call shares
@@ -784,12 +784,12 @@ TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out); /* exa
  * belong to nobody. TKV_ERR_ARG for a layer without a cache. */
 TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out);
 /* What tkv_memory would say of n_seqs sequences of n_tokens each, appended token by token; allocates nothing.
- * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having
- * grown for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the
- * next). With cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last
- * one with as few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat);
- * as many tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and
- * the cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
+ * Exact where one sequence comes after the other, but that the real `index` can be up to twice as large, having grown
+ * for a moment; peak is total (a prompt in large chunks has a higher one: a chunk is exact until the next). With
+ * cfg.evict_tokens: of as many tokens. Under a budget, the first of these that fits: a level; the last one with as
+ * few blocks outside (cfg.spill) as it takes; all but one sequence dropped as far as may be (cfg.remat); as many
+ * tokens as the budget has room for, one behind the other (cfg.evict: those that stay lie in more blocks, and the
+ * cache may hold more of the rest, up to the budget). TKV_ERR_BUDGET: none does. TKV_ERR_CONFIG if it is more than
  * this machine can address. */
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out);
 
@@ -860,10 +860,10 @@ TKV_API void tkv_policy_reset(tkv_policy *p);                            /* as a
 TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level);
 
 /* >>budget. With cfg.budget_bytes a cache is exact until memory says otherwise. Everything that it holds counts: pages,
- * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in place
- * the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget, the
- * cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per append, as
- * many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
+ * tables, index, scratch, and two pages or so that recoding needs; the allocator is never asked for more, and in
+ * place the budget is how large the memory must be (tkv_required_bytes gives it back). As bytes come near the budget,
+ * the cache goes down the ladder, a level at a time, and recodes what is stored, oldest blocks first, a few per
+ * append, as many as the new bytes require. Levels, if cfg.ladder does not say otherwise:
  *     0  everything exact                                3  the plan of the config (warm, then archive)
  *     1  8 bits behind hot_tokens                        4  archive A25 + R20
  *     2  4 bits behind hot_tokens                        5  archive A20 + R15
@@ -873,11 +873,11 @@ TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int l
  * has changed; only where an allocator or a store fails half-way, what made room until then stays.
  * cfg.policy.max_level is how far it may go ("fp16_only": never beyond level 0). cfg.policy.min_level is where it
  * begins: at that level blocks are recoded as they come of age, whether memory is free or not. After a cut or a reset
- * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones
- * are looser. The tokens of a sequence's last append are not recoded. In an
- * open step blocks from before it may be, and an abort does not undo that; what has left every window may be dropped by
- * a refused append, too. cfg.parallel_for has work space that counts, so that levels may come earlier with it.
- * A cfg.ladder without a budget: the static plan of a level, cfg.policy.min_level at first; see tkv_set_level. */
+ * the cache relaxes a level when all that it holds would fit at the looser one; blocks stay as they are, new ones are
+ * looser. The tokens of a sequence's last append are not recoded. In an open step blocks from before it may be, and
+ * an abort does not undo that; what has left every window may be dropped by a refused append, too. cfg.parallel_for
+ * has work space that counts, so that levels may come earlier with it. A cfg.ladder without a budget: the static plan
+ * of a level, cfg.policy.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
     size_t budget, used, peak; /* bytes; used: without free pages, but with the room for recoding */
     int level, n_levels;
@@ -1063,9 +1063,9 @@ TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model
 TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
                                        tkv_threshold *out);
 /* For a model that has no entries of its own but is like one that has (a fine-tuned copy, say): its entries once
- * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether two
- * models are alike the caller must know: an equal shape does not show it, so nothing is ever found under
- * another name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
+ * more under another name, scores times `discount` (0: .9), samples 0. Entries that are there already stay. Whether
+ * two models are alike the caller must know: an equal shape does not show it, so nothing is ever found under another
+ * name. TKV_ERR_RANGE: nothing to copy; TKV_ERR_CAPACITY, TKV_ERR_ARG; nothing changed then. */
 TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
                                            float discount);
 
@@ -1090,10 +1090,10 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
                                        size_t size, char *reason, size_t reason_size);
 
 /* >>what to keep. Rules for importance, eviction and recomputation, as pure functions and small structs of the
- * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and allocate
- * nothing. Everything is decided alike on every machine but for the rounding of scores;
- * of equal tokens the older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask
- * are bit i % 64 of word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
+ * caller's: arrays over the tokens of one layer (or of a sequence) in, a decision out. They know no cache and
+ * allocate nothing. Everything is decided alike on every machine but for the rounding of scores; of equal tokens the
+ * older one goes first. An array has an entry for each of n slots, oldest first; bits of a mask are bit i % 64 of
+ * word i / 64, so a block's 64 tokens are a word. n is 0 to 2^30 - 1.
  *
  * Importance of a token at step `now`, from the attention it got and from its age:
  *     attention * A(now) + recency * e^(-(now - position) / tau)
@@ -1122,8 +1122,8 @@ TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const floa
  * those of a block (Quest, arXiv 2406.10774). All have head_dim values. */
 TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim);
 /* The k highest scores, best first, of equal ones the older first; *count is k, or as many as there are. without: NULL,
- * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to be
- * anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
+ * or bits of slots that do not take part (and are not read): what is gone, or what is kept anyway where these are to
+ * be anchors. TKV_ERR_NONFINITE, TKV_ERR_ARG: nothing written. O(n + k log k). */
 TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
                                       int *count);
 
@@ -1143,13 +1143,13 @@ TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *withou
  *
  * Queries are sampled, but for tova, snapkv and pyramidkv: each KV head of a layer tells of those at one in
  * cfg.importance_every positions (0: one in 32, but none where the policy needs nothing), heads and layers in turns.
- * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate. What
- * happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0: the
- * strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries begin
- * anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every.
- * The output of tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys
- * for what is sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to
- * brings something.
+ * One sampled query stands for importance_every queries: sums and counts are estimates of the whole, at any rate.
+ * What happens between two appends is a step; for each token that came since sums are decayed by importance.decay (0:
+ * the strategy's, but 1 where the policy decides): after a chunk of 64 by its 64th power; those of newest queries
+ * begin anew with each step. Sums end at 4,095, counts at 16,777,215, each times importance_every. The output of
+ * tkv_attend does not depend on this, sums do not depend on threads. Costs a second pass over the keys for what is
+ * sampled (bench/LOG.md), and needs the atomics of gcc or clang: elsewhere only tkv_importance_add_to brings
+ * something.
  *
  * Importance of tokens at positions start .. start + n - 1, by cfg.importance, as of the newest token; 0 where a
  * token is gone. gone: NULL, or (n + 63) / 64 words for bits of these, as tkv_importance_top's `without`. May run
@@ -1168,8 +1168,9 @@ typedef struct tkv_ranked {
 } tkv_ranked;
 /* The k most important tokens of a layer, best first, of equal ones the older first; *count is k, or as many as there
  * are. protect: 1 leaves out what eviction protects, positions below evict.sink_tokens and the newest
- * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up to
- * k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are faster. */
+ * evict.recent_tokens (4 and 32 if the config says nothing). Errors as tkv_importance_of. O(length * log k), and up
+ * to k entries move for each that comes in: where k is thousands, tkv_importance_of and tkv_importance_top are
+ * faster. */
 TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
                                   int *count);
 
@@ -1197,7 +1198,7 @@ TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const flo
 
 /* >>eviction: which tokens to drop so that at most `keep` stay. A policy gives every token a score; the lowest go,
  * all that must go at once. Selection is per layer: what comes from heads is aggregated before. Definitions stand in
- * evict.h. */
+ * rules/evict.h. */
 TKV_API const char *tkv_evict_name(tkv_evict_kind kind); /* NULL: there is none */
 TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind);
 
@@ -1278,15 +1279,15 @@ typedef struct tkv_evict_budget {
 TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out);
 
 /* >>eviction in a cache, for those with cfg.evict. With cfg.evict_tokens, an append (or tkv_begin) first drops what a
- * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or comes
- * with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come first,
- * dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
- * recent tokens (of which these are one half, as in evict.h) and 64; down to that, an append gets TKV_ERR_BUDGET
- * only if all resorts together do not make room for it ("keydiff", "user", "knorm" with cfg.importance_every, and any
- * with cfg.n_anchors may be refused some blocks before: who goes depends on what is compressed until then; with
- * anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come when tokens have gone: index
- * and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by tkv_importance_of. Policies see a layer's
- * heads as one.
+ * layer has too much, a batch at a time, so that it never holds more after it (but what is protected, pinned, or
+ * comes with that append). Under a budget, tokens are dropped when the last level has not enough room: tiers come
+ * first, dropping last, a batch at a time. Each layer keeps what is pinned, and as many more as its sinks, twice its
+ * recent tokens (of which these are one half, as in rules/evict.h) and 64; down to that, an append gets
+ * TKV_ERR_BUDGET only if all resorts together do not make room for it ("keydiff", "user", "knorm" with
+ * cfg.importance_every, and any with cfg.n_anchors may be refused some blocks before: who goes depends on what is
+ * compressed until then; with anchors tokens go before tiers where batches are not enough). TKV_ERR_NOMEM may come
+ * when tokens have gone: index and pages grow into the bytes that they left. TKV_EVICT_SCORES goes by
+ * tkv_importance_of. Policies see a layer's heads as one.
  *
  * What is left keeps its positions: masks and windows go by them, and keys stay rotated as they came, so that
  * distances are those of the text. Keys are not turned to the places that they have in the cache, as StreamingLLM
@@ -1370,11 +1371,11 @@ TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, con
 /* The formula; layers 0: all. -1: a number is out of range. */
 TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers);
 /* What to do with blocks (n, oldest first, all that there are) so that `need` bytes become free, now being the position
- * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below the
- * threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance that it
- * is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not enough
- * more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no block that
- * costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
+ * of the newest token; *freed (may be NULL) is what that gives, less than need where there is no more to get. Below
+ * the threshold nothing is done. A block goes where that costs fewer FLOPs a byte than coding does, with the chance
+ * that it is asked for counted in, use / (1 + age / age_tokens); then blocks are coded, oldest first; if that is not
+ * enough more go. Blocks go front to back behind the sinks, never fewer than min_materialized tokens stay, and no
+ * block that costs more than step_flops goes. TKV_ERR_ARG (blocks are not in order), nothing changed. O(n). */
 TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
                                     float pressure, size_t need, tkv_remat_action *action, size_t *freed);
 /* How many of the dropped blocks, front to back, may be recomputed at this step (a number that does not fall); what
@@ -1390,11 +1391,11 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
  * matter, but for a layer's last two blocks. Appending goes on, tokens can be evicted, tkv_truncate cannot cut them,
  * tkv_reset forgets them, and tkv_promote brings back those that cfg.spill.keep_exact has a copy of.
  *
- * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict: blocks
- * of sequences other than the one that needs room, none in a step, the one used longest ago first (its last append,
- * reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one that
- * runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as one
- * batch, or each in a step of its own. */
+ * With cfg.remat under a budget this is the resort when no level has room, after cfg.spill and before cfg.evict:
+ * blocks of sequences other than the one that needs room, none in a step, the one used longest ago first (its last
+ * append, reservation or tkv_remat_give; attention does not count). So conversations that wait give way to the one
+ * that runs; before one goes on, it is recomputed (tkv_recompute). Those that run side by side must be appended to as
+ * one batch, or each in a step of its own. */
 /* By hand, with or without a budget or cfg.remat: the first blocks that are there, as many as n_tokens positions hold
  * whole; *dropped (may be NULL) gets how many positions went, 0 where none may. TKV_ERR_ARG, TKV_ERR_STATE in an open
  * step. O(blocks). */
@@ -1404,11 +1405,11 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
 /* K and V of tokens start .. start+n-1 of a layer, in the shapes of tkv_append and as they were appended. Of these the
  * layer takes what it lacks, which must be whole blocks, the first of those that it lacks; any run that begins where
  * tkv_remat_missing says and ends a multiple of TKV_BLOCK_TOKENS later (or at its end) is right, while no token was
- * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where a
- * budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries changed.
- * They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what making room
- * tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a part of a
- * block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
+ * evicted. They go the way that their block had gone, by its last two formats: bytes are those from before, but where
+ * a budget had made a block tighter more often, evicted tokens were closed up, or what SQUAT knows of queries
+ * changed. They count in the budget, and room is made for them as for an append. Errors, nothing changed (but what
+ * making room tightened): TKV_ERR_STATE (there are missing ones before these, or a step is open), TKV_ERR_RANGE (a
+ * part of a block, more than there is), TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY in place,
  * TKV_ERR_ARG. Cost: an append of n tokens, and one or two codings of each block. */
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
                                   const float *v, int n);
@@ -1419,19 +1420,19 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
                                   int start, int n);
 /* Brings back what is missing, front to back, one call of compute for each run, as many blocks as tkv_remat_restore
  * says that r has FLOPs for in this step (a number that does not fall). *missing (may be NULL): positions that are
- * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what compute
- * returned. What was given before an error stays. */
+ * still to come. r->info counts. TKV_ERR_STATE: compute did not give all, or a step is open; TKV_ERR_ARG; what
+ * compute returned. What was given before an error stays. */
 TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                  void *user, int *missing);
 /* A sequence as tkv_remat_decide wants it, sinks first: bytes in RAM, all layers together; quantized_bytes as the next
- * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is how
- * many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
+ * level of the ladder has them (under a budget, else the same); dropped where any layer lacks a token; use 0. *n is
+ * how many there are, of which out gets the first `capacity`. TKV_ERR_ARG. O(blocks) a block. */
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity, int *n);
 /* Asks tkv_remat_decide how `need` bytes become free, and does it: what is to be evicted is dropped, as far as it may;
  * if anything is to be coded, the cache goes one level down its ladder (with the whole cache: a level is that of all
  * sequences) and tightens as many blocks, the oldest first, at most until `need` is reached. *freed (may be NULL) is
- * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG (too
- * little room, or a number is none), TKV_ERR_STATE in an open step. */
+ * what that gave. blocks and actions are room for `capacity` blocks, as many as tkv_remat_blocks says. TKV_ERR_ARG
+ * (too little room, or a number is none), TKV_ERR_STATE in an open step. */
 TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                   tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                   size_t *freed);
@@ -1524,7 +1525,8 @@ TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age);
  * with a brace). Keys are the names of the fields: n_layers, rope.dim, layers[3].window (of layers 0 to 5:
  * layers[0-5].window). Lengths can be none and all, switches false and true, formats a30/r20 or, for both sides, one
  * name; bits are names with + between them, as fit = clip+norm. `preset` is a name for tkv_config_preset: it counts
- * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out. */
+ * as if it stood before all keys but max_tokens. The text may be any bytes. TKV_NO_REPORTS leaves all of these out.
+ * */
 /* Memory of the caller's for what a config points to; it must live as long as that is used. */
 typedef struct tkv_config_room {
     tkv_layer_config *layers;
@@ -1536,14 +1538,14 @@ typedef struct tkv_config_room {
 } tkv_config_room;
 /* Fields that the text names; the others stay (begin with zeros). room (NULL: none) is used where the text has layers
  * or levels, which then are all that cfg has, or rope.frequencies. TKV_ERR_CONFIG: an unknown key, a bad value, a key
- * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as they
- * were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
+ * twice, no room; `reason` (may be NULL) gets the line and what would be right, cfg and the memory of room stay as
+ * they were. Whether the whole is right, tkv_config_validate says. 10 KB of stack. Cost: O(size), three times. */
 TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* The fields that are not 0, as lines or (json 1) as JSON, with a final zero: tkv_config_parse makes the same config of
- * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL asks
- * for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no such
- * format). */
+ * it. Allocator, parallel_for and canaries are no text. *needed (may be NULL) is the room for all of it; buf NULL
+ * asks for that alone. TKV_ERR_ARG: too little room, nothing written. TKV_ERR_CONFIG: a field has no text (NaN, no
+ * such format). */
 TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
 /* The same of a policy: threshold (a list), hysteresis, alpha, min_level, max_level, and `profile` (tkv_policy_profile)
  * in the place of `preset`. */
@@ -1559,9 +1561,9 @@ TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char
 TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size);
 /* What the cache is and holds, as one object of JSON: version, config (with defaults, as tkv_config_parse reads it),
- * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null: a
- * layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf, size
- * and needed as in tkv_config_print. O(blocks), twice. */
+ * formats of each layer's tiers, lengths and tokens per tier of each sequence that exists (arrays over layers; null:
+ * a layer without a cache of its own), then figures: memory, tokens, sequences, quality (null without a meter). buf,
+ * size and needed as in tkv_config_print. O(blocks), twice. */
 TKV_API tkv_status tkv_state_json(const tkv_cache *kv, char *buf, size_t size, size_t *needed);
 /* The same figures in Prometheus' text format, version 0.0.4. labels (NULL: none) go to every line: name=value,
  * name=value; values are UTF-8, escaped here, a comma or backslash in one stands after a backslash. TKV_ERR_ARG: bad

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A second encoder and decoder of the formats, from the comments at the top of src/tile.h, format_exact.h,
-format_kivi.h, format_a.h, format_r.h, logscale.h and rotate.h, so that a mistake in the C code is not
+"""A second encoder and decoder of the formats, from the comments at the top of src/core/tile.h, formats/exact.h,
+formats/kivi.h, formats/a.h, formats/r.h, core/log_scale.h and core/rotate.h, so that a mistake in the C code is not
 repeated here. Needs numpy.
 
     python3 tests/encoder.py --golden > tests/golden.h     the golden blocks of tests/test_format.c

@@ -8,7 +8,7 @@
 #define RIG_QUERIES 8
 #include "cuda_rig.h"
 
-/* >>unpacking: every width and plane, as K and as V, against tile.h */
+/* >>unpacking: every width and plane, as K and as V, against core/tile.h */
 #define PACKED 16 /* tiles */
 
 typedef struct packed { /* of one width, as they lie in a slot */
@@ -80,7 +80,7 @@ template <int W> static void v_width(const packed *x) {
         }
 }
 
-/* Pairs: what the lookup gives is what format_r.h has, in each place, and the weights stand in the same order. */
+/* Pairs: what the lookup gives is what formats/r.h has, in each place, and the weights stand in the same order. */
 static void pairs(const packed *x) {
     for (int slab = 0; slab < 2; slab++)
         for (int lane = 0; lane < 32; lane++) {

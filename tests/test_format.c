@@ -1,7 +1,7 @@
 /*
  * test_format.c - the formats: golden bytes, sizes, decoding by the documented bits, error, refusals, tiles.
  *
- * Blocks are read here from the drawings in tile.h, format_exact.h and format_kivi.h, not by the library's
+ * Blocks are read here from the drawings in core/tile.h, formats/exact.h and formats/kivi.h, not by the library's
  * own functions. Under -ffast-math encoding may differ in the last bits: then blocks are held to the error
  * bounds alone. Decoding is the same to the bit under any flags.
  */
@@ -47,7 +47,7 @@ static const char *describe(const tkv_codec *c, int n) {
     return text;
 }
 
-/* >>tiles, as drawn in tile.h */
+/* >>tiles, as drawn in core/tile.h */
 typedef struct bit_place {
     int byte, bit;
 } bit_place;
@@ -247,7 +247,7 @@ TEST(tile_round_trip) {
     }
 }
 
-/* >>blocks of Q8 and KIVI formats, as drawn in format_kivi.h */
+/* >>blocks of Q8 and KIVI formats, as drawn in formats/kivi.h */
 typedef struct drawing {
     int k, bits, top, dim, group, groups, pad, tiles, row;
     int scale, zero, size; /* byte offsets */
@@ -1103,7 +1103,7 @@ TEST(mixed_widths) {
     }
 }
 
-/* >>logarithmic scales, as drawn in logscale.h */
+/* >>logarithmic scales, as drawn in core/log_scale.h */
 static double log_value(int code, int top) {
     return code ? ldexp((double)tkvi_log_mantissa[(code - 1) % 16] / 1024, top - 16 + (code - 1) / 16) : 0.0;
 }

@@ -107,6 +107,20 @@ class Amalgamate(unittest.TestCase):
     def test_refuses_part_listed_twice(self):
         self.refuses("a.h is listed twice", tieredkv=(PARTS["tieredkv.h"] + '#include "a.h"\n').encode())
 
+    def test_refuses_folder_in_two_places(self):
+        os.mkdir(os.path.join(self.root, "src", "x"))
+        os.mkdir(os.path.join(self.root, "src", "y"))
+        for name in ("x/p.h", "y/q.h", "x/r.h"):
+            self.write("src/" + name, b"int i;\n")
+        rows = "".join('#include "%s"\n' % name for name in ("x/p.h", "y/q.h", "x/r.h"))
+        self.refuses("x/r.h: the other parts of its folder stand further up",
+                     tieredkv=(PARTS["tieredkv.h"] + rows).encode())
+
+    def test_refuses_unlisted_part_in_folder(self):
+        os.mkdir(os.path.join(self.root, "src", "x"))
+        self.write("src/x/p.h", b"int i;\n")
+        self.refuses("src/x/p.h: not listed")
+
     def test_refuses_unknown_include(self):
         self.refuses('"c.h" is not a part', a=b'#include "c.h"\n')
 
@@ -145,6 +159,63 @@ class Amalgamate(unittest.TestCase):
         self.refuses('src/cuda/p.h:1: "b.h" is not a part in src/cuda/')
 
 
+class Direction(unittest.TestCase):
+    """Each folder of src/ uses itself and lower ones. src/tieredkv.h lists the folders from the ground up."""
+
+    COMMENT_OR_STRING = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
+    INCOMPLETE = re.compile(r"\bstruct tkvi_\w+")  # a pointer to what a higher folder knows
+    NAME = re.compile(r"\b(?:tkvi?|TKVI)_\w+")
+    DEFINITIONS = [re.compile(text, re.M) for text in (
+        r"^[ ]*#[ ]*define[ ]+(TKVI_\w+|tkvi_\w+)",                                       # macros
+        r"^(?:TKVI_\w+ |static |TKV_API )[^;={}]*?\b(tkvi?_\w+)\([^;{}]*\)\s*\{",         # functions
+        r"^\}\s*(tkvi_\w+)\s*;", r"^typedef [^;{]*?\(\*(tkvi_\w+)\)",                    # types
+        r"^(?:TKVI_CONSTANT|static const)[^;={}(]*?\b(tkvi_\w+)\s*(?:\[[^\]]*\]\s*)*=",  # tables
+        r"^\s+(TKVI_\w+)(?: = [^,}]*)?[,}]")]                                            # entries of enums
+
+    def upward(self, parts):
+        """Uses of names that a higher folder defines. parts: (name, text) in the order of the list."""
+        folders, defined, wrong = [], {}, []
+        texts = [(name, self.COMMENT_OR_STRING.sub(" ", text)) for name, text in parts]
+        for name, text in texts:
+            folder = name.rpartition("/")[0]
+            if folder not in folders:
+                folders.append(folder)
+            for pattern in self.DEFINITIONS:
+                for symbol in pattern.findall(text):
+                    defined.setdefault(symbol, (folders.index(folder), name))
+        for name, text in texts:
+            here = folders.index(name.rpartition("/")[0])
+            for symbol in sorted(set(self.NAME.findall(self.INCOMPLETE.sub(" ", text)))):
+                at, where = defined.get(symbol, (-1, ""))
+                if at > here:
+                    wrong.append("%s uses %s of %s" % (name, symbol, where))
+        return wrong, len(defined)
+
+    def parts(self):
+        listed = re.findall(r'^#include "([^"]+)"', read("src", "tieredkv.h"), re.M)
+        return [(name, read("src", *name.split("/"))) for name in listed if name != "api.h"]  # it declares them all
+
+    def test_no_upward_use(self):
+        wrong, symbols = self.upward(self.parts())
+        self.assertGreater(symbols, 1500)
+        self.assertEqual(wrong, [])
+
+    def test_an_upward_use_is_found(self):
+        for symbol, where in (("tkv_reset", "step/sequence.h"), ("tkvi_age", "reclaim/age.h"),
+                              ("TKVI_MAX_CHUNKS", "cache/cache.h"), ("tkvi_seq", "cache/cache.h"),
+                              ("tkvi_formats", "formats/table.h")):
+            parts = [(name, text + "static int tkvi_test(void) { return (int)sizeof(%s); }\n" % symbol
+                      if name == "core/tile.h" else text) for name, text in self.parts()]
+            self.assertEqual(self.upward(parts)[0], ["core/tile.h uses %s of %s" % (symbol, where)])
+
+    def test_folders_stand_together(self):
+        folders = [name.rpartition("/")[0] for name, _ in self.parts()]
+        runs = [f for i, f in enumerate(folders) if i == 0 or folders[i - 1] != f]
+        self.assertEqual(len(runs), len(set(runs)))
+        self.assertEqual(runs[1:], ["core", "formats", "kernels", "rules", "cache", "learn", "reclaim", "attention",
+                                    "step", "report"])
+
+
 class Version(unittest.TestCase):
     def test_is_the_same_everywhere(self):
         api = read("src", "api.h")
@@ -153,7 +224,7 @@ class Version(unittest.TestCase):
         version = ".".join(numbers)
         self.assertEqual(re.search(r'#define TKV_VERSION_STRING "(.*)"\n', api).group(1), version)
         self.assertEqual(re.search(r"\n## (\S+)", read("CHANGELOG.md")).group(1), version)
-        manual = read("src", "doc.h")
+        manual = read("src", "manual.h")
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
 
 

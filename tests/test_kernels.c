@@ -575,7 +575,7 @@ TEST(logarithmic_scales) {
     for (i = 0; i < count; i++) {
         const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
         for (top = -TKVI_LOG_TOP; top <= TKVI_LOG_TOP; top++) {
-            for (k = 0; k < 256; k++) /* as drawn in logscale.h */
+            for (k = 0; k < 256; k++) /* as drawn in core/log_scale.h */
                 want[k] = k == 0 ? 0.0f
                                  : (float)ldexp((double)tkvi_log_mantissa[(k - 1) % 16] / 1024.0,
                                                 top - 16 + (k - 1) / 16);

@@ -866,7 +866,7 @@ TEST(saved_and_loaded) {
     CHECK_EQ(tkv_calibrated_layers(a), 2);
     CHECK_EQ(tkv_calibration_save(a, NULL, 0, &need), TKV_OK);
     CHECK_EQ(need, bytes);
-    CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in calibration.h */
+    CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in learn/calibration.h */
     memset(saved_again, 0x5a, sizeof saved_again);
     CHECK_EQ(tkv_calibration_save(a, saved_again, bytes - 1, &again), TKV_ERR_ARG);
     CHECK_EQ(again, bytes);

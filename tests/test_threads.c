@@ -23,7 +23,7 @@
 enum {
     TILE_ROWS = 8,
     MANY_ROWS = 32
-}; /* query rows that one task reads a record for (src/attend.h, many.h) */
+}; /* query rows that one task reads a record for (src/attention/attend.h, kernels/prefill.h) */
 enum { MAX_WORKERS = 7, MAX_TASKS = 8192 };
 
 typedef struct workers { /* of one cache; any number of calls may run at once */

@@ -6,9 +6,9 @@ bytes on any machine.
     python3 tools/amalgamate.py --check    compare them with what would be written
     python3 tools/amalgamate.py --list     print the parts of tieredkv.h in order
 
-src/tieredkv.h and src/cuda/tieredkv_cuda.h are the only lists. A line `#include "part.h"` there is replaced by
-the part, under a marker line; in a part such a line says what the part needs (so that it compiles alone) and is
-dropped, since the list must have brought it before. Parts in src/cuda/ may also include "tieredkv.h", which
+src/tieredkv.h and src/cuda/tieredkv_cuda.h are the only lists. A line `#include "folder/part.h"` there is replaced
+by the part, under a marker line; in a part such a line says what the part needs (so that it compiles alone) and is
+dropped, since the list must have brought it before. Folders stand in the list one after the other, from the ground up. Parts in src/cuda/ may also include "tieredkv.h", which
 stays. The comment at the top of the list is about the list and stays behind. Nothing else is touched. An include
 inside a comment must be indented or stand behind a star.
 """
@@ -30,6 +30,18 @@ class Product:
 
     def __init__(self, src, parts, out, kept=()):
         self.src, self.list, self.out, self.kept = src, parts, out, kept
+
+
+
+def parts_in(product):
+    """Names of all parts, relative to the product's directory: in it and, without those of another product, below."""
+    root, others = os.path.join(ROOT, product.src), [os.path.join(ROOT, p.src) for p in PRODUCTS if p is not product]
+    names = []
+    for place, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if os.path.join(place, f) not in others]
+        names += [os.path.relpath(os.path.join(place, n), root).replace(os.sep, "/")
+                  for n in files if n.endswith(".h")]
+    return sorted(n for n in names if n != product.list)
 
 
 PRODUCTS = [Product("src", "tieredkv.h", "tieredkv.h"),
@@ -65,6 +77,10 @@ def read(product, name):
     return lines
 
 
+def folder_of(part):
+    return part.rpartition("/")[0]
+
+
 def included(product, name, number, line, known):
     """The part that this line includes, or None."""
     if not QUOTED.match(line):
@@ -83,9 +99,8 @@ def included(product, name, number, line, known):
 
 def build(product):
     """The text of a product and its parts in order."""
-    known = sorted(n for n in os.listdir(os.path.join(ROOT, product.src))
-                   if n.endswith(".h") and n != product.list)
-    out, parts = [FIRST % (product.out, product.src)], []
+    known = parts_in(product)
+    out, parts, folders = [FIRST % (product.out, product.src)], [], []
     top = True  # in the comment above the first include of the list
     for i, line in enumerate(read(product, product.list)):
         part = included(product, product.list, i + 1, line, known)
@@ -99,6 +114,8 @@ def build(product):
             out.append(line + "\n")
         elif part in parts:
             refuse(product, product.list, i + 1, "%s is listed twice" % part)
+        elif folder_of(part) in folders[:-1]:
+            refuse(product, product.list, i + 1, "%s: the other parts of its folder stand further up" % part)
         else:
             out.append(MARKER % part)
             for k, text in enumerate(read(product, part)):
@@ -109,6 +126,8 @@ def build(product):
                     refuse(product, part, k + 1,
                            "needs %s, which %s/%s lists later or not at all" % (need, product.src, product.list))
             parts.append(part)
+            if folder_of(part) not in folders:
+                folders.append(folder_of(part))
     for name in known:
         if name not in parts:
             errors.append("%s/%s: not listed in %s/%s" % (product.src, name, product.src, product.list))

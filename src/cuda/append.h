@@ -1,5 +1,5 @@
 /*
- * append.h - new tokens on the device, and what they push down a tier: the rule of age.h, from the length
+ * append.h - new tokens on the device, and what they push down a tier: the rule of reclaim/age.h, from the length
  * before the append. Also cuts. All is decided from device memory, so that a graph can be captured once.
  *
  * A CTA for each row of the batch, KV head and side. Each sees the same state and does its part of the same

@@ -458,7 +458,7 @@ TKVCU_DEVICE void tkvcu_k_add(float s[4][NT][2], const int32_t sum[4][NT][4], fl
                            weight / (float)(1 << tkvcu_bit<W>(p)), s[p][nt][i]);
 }
 
-/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (tile.h).
+/* s += codes q of all slabs; widths follow one another, widest first, then what is one bit of each (core/tile.h).
  * A sum stays below 2^31: q is at most TKVCU_Q_MOST, a code at its place 496, and there are 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_at codes, const uint32_t *q,
@@ -501,7 +501,7 @@ TKVCU_DEVICE void tkvcu_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu
     }
 }
 
-/* What a block of A adds to the codes of a channel, in units of its scale (format_a.h): offset / 8 - middle,
+/* What a block of A adds to the codes of a channel, in units of its scale (formats/a.h): offset / 8 - middle,
  * or offset / 4 where codes have 6 bits; the same for all tokens, exact. Channels without codes have queries
  * 0 here. */
 template <int D, int NT>

@@ -10,7 +10,7 @@
 
 #define TKVCU_COMBINE_THREADS 128
 
-/* A window of rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
+/* A window of core/rotate.h over x[0 .. n-1] in shared memory, by n / 2 threads. */
 TKVCU_DEVICE void tkvcu_window(float *x, int n, int log2n) {
     const int tid = (int)threadIdx.x;
     int h;
@@ -163,7 +163,7 @@ static size_t tkvcu_split_bytes(const tkv_config *cfg, int n_seqs, int max_queri
 }
 
 /* Makes room for sides of these kinds (host memory). Those of A and R: the largest that any table gives a
- * head, 4 bits a value (allocate.h), so that a captured launch is right for tables that come later. */
+ * head, 4 bits a value (core/allocate.h), so that a captured launch is right for tables that come later. */
 static void tkvcu_split_see(tkvcu_split *s, const tkvcu_side *side, size_t n, int head_dim) {
     size_t i;
     s->slot_bytes = tkvi_max(s->slot_bytes, 32 * head_dim);

@@ -133,7 +133,7 @@ TKVCU_DEVICE int tkvcu_width_at(const tkvi_side *s, int position) {
     return 0;
 }
 
-/* The rotation of rotate.h, or back, of a token that `Threads` neighbours have. */
+/* The rotation of core/rotate.h, or back, of a token that `Threads` neighbours have. */
 template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int back) {
     const float norm = tkvi_hadamard_norm[Threads == 8 ? 7 : 6];
     int i, h;
@@ -363,7 +363,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_desk<Dim> *d) {
     float y[TKVCU_PART], most = 0.0f, by, unit;
     int u[TKVCU_PART], i, squares = 0, sum = 0;
     TKVCU_UNROLL
-    for (i = 0; i < TKVCU_PART; i++) /* as format_r.h; bfloat16 has more */
+    for (i = 0; i < TKVCU_PART; i++) /* as formats/r.h; bfloat16 has more */
         y[i] = tkvi_clampf(d->x[t * tkvcu_desk<Dim>::STRIDE + LINE * i + part], -1e30f, 1e30f);
     tkvcu_rotate<LINE>(y, part, 0);
     TKVCU_UNROLL

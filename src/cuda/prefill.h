@@ -611,7 +611,7 @@ TKVCU_DEVICE void tkvcu_put_queries(const tkvcu_job &j, tkvcu_prefill<D, MT> &s,
     }
 }
 
-/* How a side's slabs are coded and where they lie: tile.h. By one thread each. */
+/* How a side's slabs are coded and where they lie: core/tile.h. By one thread each. */
 template <int D, int MT> TKVCU_DEVICE void tkvcu_put_slab(tkvcu_prefill<D, MT> &s, int which, int n) {
     const tkvcu_side &side = s.side[which];
     const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* one width for all of them */

@@ -1,5 +1,5 @@
 /*
- * unpack.h - from the codes of a tile (tile.h) to the first operand of a warp's product of bytes, 16 rows of
+ * unpack.h - from the codes of a tile (core/tile.h) to the first operand of a warp's product of bytes, 16 rows of
  * 32 k.
  *
  * A word of a 64-byte vector has four bytes (reduced codes r) with the fields of its planes p. Lane 4 g + t
@@ -172,7 +172,7 @@ TKVCU_DEVICE tkvcu_v_at tkvcu_v_at_of(tkvcu_at codes, int g, int t) {
     return x;
 }
 
-/* >>pairs: R formats with 3 bits for two channels (format_r.h). A code is looked up in a table of bytes: the
+/* >>pairs: R formats with 3 bits for two channels (formats/r.h). A code is looked up in a table of bytes: the
  * point's coordinates in units of 1/64. Two planes at a time: their codes are the nibbles of a byte. */
 #define TKVCU_PAIR_UNIT 0.015625f
 

@@ -1,6 +1,6 @@
 /*
  * The implementation, and one aligned move of each kind at an odd address: gcc for 64-bit Windows may write such moves
- * (kernels_x86.h). The program faults, unless the assembler turned them into unaligned ones. Without AVX it does nothing.
+ * (kernels/x86.h). The program faults, unless the assembler turned them into unaligned ones. Without AVX it does nothing.
  */
 #define TIEREDKV_IMPLEMENTATION
 #include "../../tieredkv.h"

@@ -1,0 +1,1363 @@
+/*
+ * attention/attend.h - attention over all tiers: one online softmax, nothing decoded into memory.
+ * Online softmax: Milakov and Gimelshein (arXiv 1805.02867); split over keys and merge by log-sum-exp:
+ * Flash-Decoding, FlashAttention-2 (arXiv 2307.08691, section 3). May call cache and below; reads only.
+ *
+ *     for each sequence of the batch, KV head, tile of up to 8 query rows          (a unit)
+ *         for each chunk of blocks (at most 16, by the number of blocks alone)     (a part)
+ *             for each block: scores -> mask -> (m, l, o) of the part
+ *         the parts merge in order into the unit's (m, l, o) -> out
+ *
+ * The rows of a tile are neighbouring queries times the query heads of the group, so that one read of a
+ * record serves them all. Threads take parts, or whole units when there are many; the merge is the same
+ * in both cases, so are the bits (and the functions are not inlined, lest a compiler fuses multiplications and
+ * additions here and not there). Where every sequence brings many queries, units are tiles of 32 rows, if the
+ * instruction set has kernels for them (>>many), and no thread gets less than one.
+ *
+ * Scores are relative to a reference key (what recent keys share): see kernels/scalar.h. `origin` = scale q.ref
+ * brings the absolute logit back where it matters: softcap, learned sinks, log-sum-exp.
+ */
+#ifndef TKVI_ATTENTION_ATTEND_H
+#define TKVI_ATTENTION_ATTEND_H
+
+#include "kernels/prefill_avx512.h"
+#include "learn/squat_queries.h"
+#include "reclaim/scores.h"
+#include "reclaim/discard.h"
+
+/* >>the call, checked and with defaults filled in */
+typedef struct tkvi_call {
+    tkv_cache *kv;
+    const tkv_attend_params *p;
+    const tkvi_plan *plan; /* of the layer asked for: its window; the blocks are those of plan->stored */
+    const tkv_rows *rows;
+    tkv_rows one;
+    int n_rows, window;
+    int heads_per_kv;
+    const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
+    int tile;              /* rows of a unit */
+    int tell;              /* of them, so many are gathered together */
+    float scale;
+    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+    int listen; /* statistics of this layer are wanted (learn/statistics.h) */
+    int metric; /* its queries are (learn/squat_queries.h) */
+    int meter;  /* the quality meter watches a head of it (cache/meter.h) */
+    tkvi_room *
+        room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
+    int *failed;           /* of all tasks: bits of tkvi_failure */
+    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
+} tkvi_call;
+
+/* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
+typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
+
+static int tkvi_failed(const tkvi_call *c) {
+#if defined(__GNUC__) || defined(__clang__)
+    return c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+#else
+    return c->room && *c->failed;
+#endif
+}
+
+static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
+    const int bit = st == TKV_ERR_IO ? TKVI_FAILED_IO : TKVI_FAILED_DATA;
+#if defined(__GNUC__) || defined(__clang__)
+    (void)__atomic_fetch_or(c->failed, bit, __ATOMIC_RELAXED);
+#else
+    *c->failed |= bit;
+#endif
+}
+
+static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
+    const tkv_config *cfg;
+    int i, longest = 0;
+    int64_t rows = 0;
+    if (!kv || !p) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    memset(c, 0, sizeof *c);
+    c->kv = kv;
+    c->p = p;
+    c->one.seq = p->seq;
+    c->one.n = p->n;
+    c->rows = p->batch ? p->batch : &c->one;
+    c->n_rows = p->batch ? p->n_batch : 1;
+    if (p->layer < 0 || p->layer >= cfg->n_layers || c->n_rows < 0 || c->n_rows > cfg->max_seqs)
+        return TKV_ERR_ARG;
+    c->plan = &kv->tables.plan[p->layer];
+    if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
+    c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
+    c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
+    for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
+#if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
+    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
+#endif
+    c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
+    c->tell = TKVI_ROWS;
+    if (c->mass && c->mass->heads && c->heads_per_kv < TKVI_ROWS) /* all heads of a query */
+        c->tell -= TKVI_ROWS % c->heads_per_kv;
+    c->tile = c->tell;
+    c->window = p->window == TKV_NONE ? 0 : p->window ? p->window : c->plan->window;
+    for (i = 0; i < c->n_rows; i++) {
+        const tkvi_list *list;
+        int64_t oldest;
+        int len;
+        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->max_seqs || c->rows[i].n < 0) return TKV_ERR_ARG;
+        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        len = list->len;
+        if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
+        /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
+        oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
+        if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
+        if (kv->pool.n_absent && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+            return TKV_ERR_NO_SOURCE;
+        rows += (int64_t)c->rows[i].n * cfg->n_heads;
+        longest = tkvi_max(longest, len);
+    }
+    if (!p->q || !p->out || (p->mass && !p->lse)) return TKV_ERR_ARG;
+    if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
+    if (rows > TKVI_FOREVER || p->mask_bits_n < 0 || (p->mask_bits && !p->mask_bits_n)) return TKV_ERR_ARG;
+    if (p->mask_bits && p->mask_bits_n > cfg->max_tokens) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
+    for (i = 0; p->alibi && i < cfg->n_heads; i++)
+        if (!tkvi_is_finite(p->alibi[i])) return TKV_ERR_ARG;
+    c->scale = p->scale != 0.0f ? p->scale : cfg->scale;
+    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->n_heads * cfg->head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->v_head_dim;
+    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->n_heads * cfg->v_head_dim;
+    c->mask_stride = p->mask_stride ? p->mask_stride : longest;
+    c->bits_stride =
+        p->mask_bits_stride ? p->mask_bits_stride : p->mask_bits_n / 64 + (p->mask_bits_n % 64 > 0);
+    c->mass_stride = p->mass_stride ? p->mass_stride : longest;
+    return p->mass && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
+}
+
+/* >>unit: a tile of query rows of one KV head of one sequence */
+typedef struct tkvi_unit {
+    const tkvi_call *call;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int seq_row;         /* number of the sequence's first query row in q and out */
+    int item;            /* entry of the batch */
+    int n_queries, head; /* of the sequence; KV head */
+    int first, rows;     /* of the n_queries * heads_per_kv rows: query first / heads_per_kv, ... */
+    int k_pad, v_pad;
+    int chunk, n_chunks;   /* blocks per part, parts */
+    int low, high;         /* positions that any row sees: low .. high-1 */
+    int all_low, all_high; /* those that all rows see */
+    int changes;           /* scores are more than products: softcap, ALiBi, masks */
+} tkvi_unit;
+
+/* Row r of a unit. */
+static int tkvi_query_of(const tkvi_unit *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
+
+static int tkvi_head_of(const tkvi_unit *u, int r) {
+    return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
+}
+
+/* Position of query i, and the keys it sees by causality and window: low .. high-1. */
+static int tkvi_position(const tkvi_unit *u, int query) { return u->list->len - u->n_queries + query; }
+
+static void tkvi_visible(const tkvi_unit *u, int query, int *low, int *high) {
+    int at = tkvi_position(u, query), window = u->call->window;
+    *high = u->call->p->non_causal ? u->list->len : at + 1;
+    *low = window && at + 1 > window ? at + 1 - window : 0;
+}
+
+static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
+    return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
+}
+
+static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
+    const tkv_config *cfg = &c->kv->tables.cfg;
+    int seq = c->rows[item].seq, r;
+    u->call = c;
+    u->list = tkvi_list_of(c->kv, seq, c->plan->stored);
+    u->ids = tkvi_ids(c->kv, seq, c->plan->stored);
+    u->item = item;
+    u->seq_row = seq_row;
+    u->n_queries = c->rows[item].n;
+    u->head = head;
+    u->first = tile * c->tile;
+    u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
+    u->k_pad = tkvi_round_up(cfg->head_dim, 16);
+    u->v_pad = tkvi_round_up(cfg->v_head_dim, 16);
+    u->chunk = tkvi_max(TKVI_MIN_CHUNK, (u->list->n + TKVI_MAX_CHUNKS - 1) / TKVI_MAX_CHUNKS);
+    u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
+    u->low = u->all_high = u->list->len;
+    u->high = u->all_low = 0;
+    u->changes = c->p->softcap > 0.0f || c->p->alibi || c->p->mask || c->p->mask_bits;
+    for (r = 0; r < u->rows; r++) {
+        int low, high;
+        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+        u->low = tkvi_min(u->low, low);
+        u->high = tkvi_max(u->high, high);
+        u->all_low = tkvi_max(u->all_low, low);
+        u->all_high = tkvi_min(u->all_high, high);
+    }
+}
+
+/* Query rows of a unit, scaled, padded; the reference key and each row's origin. */
+typedef struct tkvi_queries {
+    float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    float ref[TKV_MAX_HEAD_DIM];
+    float origin[TKVI_ROWS];
+    const uint8_t
+        *order; /* the order of channels in `sorted`: [rows + 1][k_pad], the reference last; NULL: none */
+    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+} tkvi_queries;
+
+/* What one chunk of keys adds up to, or several of them together. */
+typedef struct tkvi_sums {
+    float *m, *l;         /* [TKVI_ROWS] */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 of far keys, at the same maximum */
+    float *any;           /* [2] not 0: that half of o has been added to */
+    float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
+} tkvi_sums;
+
+static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
+
+static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
+    tkvi_sums s;
+    s.o = memory;
+    s.m = memory + 2 * TKVI_ROWS * v_pad;
+    s.l = s.m + TKVI_ROWS;
+    s.far_attention = s.l + TKVI_ROWS;
+    s.any = s.far_attention + TKVI_ROWS;
+    return s;
+}
+
+static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
+    const tkvi_pool *pool = &u->call->kv->pool;
+    const tkvi_block *b = &pool->block[u->ids[i]];
+    const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
+    *bytes = tkvi_spilled(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
+    return r;
+}
+
+/* A side of a record that is outside. While it is looked for, the store may look for the next one. */
+static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
+    const tkv_cache *kv = u->call->kv;
+    const uint8_t *bytes;
+    tkv_status st;
+    if (tkvi_failed(u->call)) return NULL;
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
+        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
+        tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
+    st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
+    if (!st) return bytes;
+    tkvi_fail_call(u->call, st);
+    return NULL;
+}
+
+/* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
+static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
+    const uint8_t *bytes;
+    const tkvi_record *r = tkvi_record_of(u, i, &bytes);
+    if (!bytes) return tkvi_fetch_side(u, i, side);
+    return side == TKV_K ? bytes : bytes + r->v_at;
+}
+
+/* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
+ * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
+static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
+    float key[3][TKV_MAX_HEAD_DIM];
+    int last = u->list->n - 1, from, i, c;
+    memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
+    if (last < 0) return;
+    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_HOT ? last - 1 : last;
+    for (i = 0; i < 3; i++) { /* the newest, and the ends of the block before it (or of its own) */
+        int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
+        const uint8_t *bytes;
+        const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
+        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
+        if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
+        if (!bytes) return;
+        tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
+                    i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
+    }
+    for (c = 0; c < u->call->kv->tables.cfg.head_dim; c++) {
+        float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
+        float middle = x < lo ? lo : x > hi ? hi : x;
+        lo = x < lo ? x : lo;
+        hi = x > hi ? x : hi;
+        if (hi - lo < 0.25f * (middle < 0.0f ? -middle : middle)) ref[c] = middle;
+    }
+}
+
+/* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
+static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t *order) {
+    int r, i;
+    if (q->order == order) return;
+    q->order = order;
+    for (r = 0; r <= u->rows; r++) {
+        const float *from = r < u->rows ? q->q + r * u->k_pad : q->ref;
+        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[order[i]];
+    }
+}
+
+/* The origin of a row whose query is not finite. Such a row sees no key. Told by tkvi_is_finite alone. */
+static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
+
+/* Row r of a unit, scaled, padded; returns its origin. */
+static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
+    const tkvi_call *c = u->call;
+    const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
+    int dim = c->kv->tables.cfg.head_dim, i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
+    if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
+    else
+        for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
+    for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+    for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
+        float x[16];
+        for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
+        for (k = 0; k < 16; k++) row[i + k] = x[k];
+        for (k = 0; k < 16; k++) exponent[k] |= (tkvi_bits(x[k]) & 0x7f800000u) + 0x00800000u;
+        for (k = 0; k < 16; k++) sum[k] += (double)x[k] * (double)ref[i + k];
+    }
+    for (k = 0; k < 16; k++) most |= exponent[k];
+    if (most >> 31) { /* an exponent of all ones: a NaN or an infinity */
+        memset(row, 0, (size_t)u->k_pad * sizeof *row);
+        return tkvi_no_origin();
+    }
+    for (k = 0; k < 16; k++) origin += sum[k];
+    return (float)origin;
+}
+
+static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+    int r;
+    q->order = NULL;
+    tkvi_reference_key(u, q->ref);
+    for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
+}
+
+/* >>scores of one block, with everything that changes or hides them */
+/* Positions of the tokens of block i; slots without one are in the future for ever. */
+static void tkvi_places(const tkvi_unit *u, int i, int *at) {
+    const tkv_cache *kv = u->call->kv;
+    const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
+    const uint64_t there = tkvi_there(&kv->pool.block[u->ids[i]], n);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
+}
+
+/* Does block i have tokens that some rows do not see, or places without one? */
+static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
+    const tkv_cache *kv = u->call->kv;
+    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
+           tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
+}
+
+/* What an additive mask says of a key: TKVI_HIDDEN, or what to add. Bits tell a NaN: under -ffast-math no comparison
+ * does. */
+static float tkvi_mask_bias(float m) {
+    if (tkvi_is_nan(m) || m <= TKVI_HIDDEN) return TKVI_HIDDEN;
+    return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
+}
+
+/* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
+static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
+    const tkv_attend_params *p = u->call->p;
+    const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
+    if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
+    if (p->alibi) s += p->alibi[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->mask) {
+        const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
+        s += bias;
+    }
+    if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * u->call->bits_stride + bit / 64] >> bit % 64 & 1))
+        return TKVI_HIDDEN;
+    return s;
+}
+
+static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
+    int low, high, t;
+    tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    if (!tkvi_is_finite(origin)) high = low;
+    for (t = 0; t < TKVI_BLOCK && u->changes; t++)
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_changed(u, r, origin, at[t], s[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
+}
+
+/* Where the record of the block after i begins, for prefetching; NULL after the last. */
+static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
+    const uint8_t *bytes = NULL;
+    if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
+    return bytes;
+}
+
+/* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
+ * refused: its tokens were evicted, are anchors, or lie behind the window. */
+static int tkvi_seen_to(const tkvi_unit *u, int i) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+}
+
+/* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
+static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
+    const tkv_cache *kv = u->call->kv;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
+    const uint8_t *bytes;
+    const tkvi_record *rec;
+    if (end <= u->low || start >= u->high) return 0;
+    rec = tkvi_record_of(u, i, &bytes);
+    if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+    if (!bytes) return 0;
+    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    kv->kernels->k[rec->k.format->stored](
+        &rec->k, bytes, tkvi_next_record(u, i), rec->k.order ? q->sorted : q->q,
+        rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
+        tkvi_block_tokens(kv, u->list, u->ids, i), tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+    if (u->changes || tkvi_is_ragged(u, i, start, end)) {
+        int at[TKVI_BLOCK];
+        tkvi_places(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+    }
+    return 1;
+}
+
+/* >>part: the online softmax over one chunk of blocks */
+static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
+    int i, k;
+    for (i = 0; i < n; i += 16)
+        for (k = 0; k < 16; k++) x[i + k] *= by;
+}
+
+/* Does row r's query count for the statistics? One in eight does. */
+static int tkvi_listens(const tkvi_unit *u, int r) {
+    return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
+}
+
+/* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
+ * back. */
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far_attention) {
+    int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
+    if (i < u->list->sinks) return;
+    for (r = 0; r < u->rows; r++) {
+        float sum[16] = {0};
+        if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
+        for (k = 0; k < 16; k++) far_attention[r] += sum[k];
+    }
+}
+
+/* Most parts add to one half of o only. */
+static void tkvi_begin_space(const tkvi_unit *u, const tkvi_sums *sums, int space) {
+    if (sums->any[space] > 0.0f) return;
+    sums->any[space] = 1.0f;
+    memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+}
+
+static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
+    const tkv_cache *kv = u->call->kv;
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    sums->any[0] = sums->any[1] = 0.0f;
+    for (r = 0; r < u->rows; r++) {
+        sums->m[r] = TKVI_HIDDEN;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
+    }
+    for (i = chunk * u->chunk; i < last; i++) {
+        const uint8_t *bytes, *next = tkvi_next_record(u, i);
+        const tkvi_record *rec;
+        float before[TKVI_ROWS], sum[TKVI_ROWS];
+        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
+        if (!kv->kernels->weigh(scores, u->rows, sums->m, sum, p)) continue;
+        for (r = 0; r < u->rows; r++) {
+            if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
+                float shrink = expf(before[r] - sums->m[r]);
+                for (space = 0; space < 2; space++)
+                    if (sums->any[space] > 0.0f)
+                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                sums->l[r] *= shrink;
+                sums->far_attention[r] *= shrink * shrink;
+            }
+            sums->l[r] += sum[r];
+        }
+        if (u->call->listen) tkvi_add_far(u, i, p, sums->far_attention);
+        rec = tkvi_record_of(u, i, &bytes);
+        bytes = tkvi_bytes_of(u, i, TKV_V);
+        if (!bytes) return;
+        space = rec->v.format->rotated;
+        tkvi_begin_space(u, sums, space);
+        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
+                                              tkvi_block_tokens(kv, u->list, u->ids, i),
+                                              tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                              sums->o + space * stride);
+    }
+}
+
+/* Row r of the sums grows by that of another set of keys. */
+static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
+    float a, b;
+    int i, k, space, first = !(to->l[r] > 0.0f);
+    if (!(from->l[r] > 0.0f)) return;
+    a = from->m[r] > to->m[r] && !first ? expf(to->m[r] - from->m[r]) : 1.0f;
+    b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
+    to->m[r] = b < 1.0f ? to->m[r] : from->m[r];
+    to->l[r] = first ? from->l[r] : to->l[r] * a + from->l[r] * b;
+    to->far_attention[r] =
+        first ? from->far_attention[r] : to->far_attention[r] * a * a + from->far_attention[r] * b * b;
+    for (space = 0; space < 2; space++) {
+        float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
+        const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
+        if (!(from->any[space] > 0.0f)) {
+            if (to->any[space] > 0.0f && a < 1.0f) tkvi_shrink(o, u->v_pad, a);
+        } else if (first) {
+            memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
+        } else {
+            for (i = 0; i < u->v_pad; i += 16)
+                for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+        }
+    }
+}
+
+static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, const tkvi_sums *from) {
+    int r, space;
+    for (space = 0; space < 2; space++)
+        if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
+    for (r = 0; r < u->rows; r++) tkvi_merge_row(u, r, to, from);
+}
+
+/* Rows whose query or logits are not finite see no key: they have no sum. */
+static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const tkvi_sums *s) {
+    int r;
+    for (r = 0; r < u->rows; r++)
+        if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
+            s->l[r] = 0.0f;
+            memset(s->o + r * u->v_pad, 0, (size_t)u->v_pad * sizeof *s->o);
+        }
+}
+
+/* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
+#if defined(__GNUC__) || defined(__clang__)
+static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    tkv_cache *kv = u->call->kv;
+    int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
+    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far_attention = tkvi_far_of(kv, layer, u->head);
+    tkvi_lock(&kv->learning);
+    for (r = 0; r < u->rows; r++) {
+        if (!tkvi_listens(u, r)) continue;
+        for (c = 0; c < dim; c++) {
+            float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
+            x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
+            asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
+        }
+        if (s->l[r] > 0.0f)
+            *far_attention += tkvi_counted(s->far_attention[r] / (s->l[r] * s->l[r]) * 16777216.0f, 1e12f);
+    }
+    tkvi_unlock(&kv->learning);
+}
+
+static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    tkv_cache *kv = u->call->kv;
+    int layer = u->call->plan->stored, r;
+    tkvi_lock(&kv->learning);
+    for (r = 0; r < u->rows; r++)
+        if (tkvi_position(u, tkvi_query_of(u, r)) % TKVI_METRIC_EVERY == 0)
+            tkvi_metric_add(kv, layer, u->head, q->q + r * u->k_pad);
+    tkvi_unlock(&kv->learning);
+}
+#else /* without atomics nobody may write here: tables come from the keys alone */
+static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+    (void)u;
+    (void)q;
+}
+
+static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+    (void)u;
+    (void)q;
+    (void)s;
+}
+#endif
+
+/* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
+typedef struct tkvi_contrast { /* of a row */
+    int sampled;
+    uint64_t keys, kept; /* coded keys in its reach; those with a copy */
+    double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
+    float m, cached_m; /* that maximum; the largest cached score */
+    float choice;      /* the exact score of the key that has the largest cached one */
+} tkvi_contrast;
+
+/* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
+static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkvi_contrast *rows) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_meter *m = kv->meter;
+    const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
+    int i, r, from = 0;
+    uint64_t kept = 0;
+    for (r = 0; r < u->rows; r++) {
+        memset(&rows[r], 0, sizeof rows[r]);
+        rows[r].sampled = (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
+        rows[r].m = rows[r].cached_m = TKVI_HIDDEN;
+    }
+    for (i = u->list->sinks; i < u->list->n; i++) {
+        int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
+        if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
+        copied = tkvi_gauge_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
+        for (r = 0; r < u->rows; r++) {
+            int low, high, n;
+            if (!rows[r].sampled) continue;
+            tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+            n = tkvi_min(high, end) - tkvi_max(low, start);
+            if (n <= 0) continue;
+            rows[r].keys += (uint64_t)n;
+            if (copied) rows[r].kept += (uint64_t)n;
+            if (copied) kept += (uint64_t)n;
+        }
+    }
+    return kept;
+}
+
+/* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
+static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, const float *s, const float *c,
+                             float *w, float *o) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
+    float most = kernels->max64(s), cached_most = kernels->max64(c);
+    double shift = 0.0;
+    int t, space;
+    if (TKVI_IS_HIDDEN(most)) {
+        memset(w, 0, TKVI_BLOCK * sizeof(float));
+        return 0;
+    }
+    if (most > row->m) {
+        float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
+        for (space = 0; space < tkvi_spaces(u); space++)
+            tkvi_shrink(o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+        row->l *= (double)shrink;
+        row->shift *= (double)shrink;
+        row->m = most;
+    }
+    if (cached_most > row->cached_m) {
+        row->cached_m = cached_most;
+        for (t = 0; t < TKVI_BLOCK && c[t] < cached_most;) t++;
+        row->choice = s[t % TKVI_BLOCK];
+    }
+    row->l += (double)kernels->exp64(s, row->m, w);
+    for (t = 0; t < TKVI_BLOCK; t++) shift += (double)(w[t] * (s[t] - c[t])); /* hidden keys: 0 times 0 */
+    row->shift += shift;
+    return 1;
+}
+
+static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries *q, const tkvi_gauge *g,
+                                               tkvi_contrast *rows, float *o) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_record *exact =
+        &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], cached[TKVI_ROWS * TKVI_BLOCK],
+        p[TKVI_ROWS * TKVI_BLOCK];
+    int i, r, from = 0, stride = TKVI_ROWS * u->v_pad;
+    memset(o, 0, (size_t)(tkvi_spaces(u) * stride) * sizeof(float));
+    for (i = 0; i < u->list->n; i++) {
+        const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
+        int any = 0, at[TKVI_BLOCK];
+        const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
+        const tkvi_record *rec;
+        if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
+        rec = copy ? exact : tkvi_record_of(u, i, &bytes);
+        if (!tkvi_block_scores(u, q, i, cached)) continue;
+        if (copy) {
+            bytes = copy;
+            kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, q->q, q->ref, u->rows, n, 1, scores);
+            tkvi_places(u, i, at);
+            for (r = 0; r < u->rows; r++) tkvi_modify(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+        } else {
+            memcpy(scores, cached, sizeof scores);
+        }
+        memset(p, 0, sizeof p);
+        for (r = 0; r < u->rows; r++)
+            if (rows[r].sampled)
+                any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
+                                         p + r * TKVI_BLOCK, o);
+        bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
+        if (any && bytes)
+            kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
+                                                  tkvi_planes(&rec->v, kv->tables.cfg.precise),
+                                                  o + (rec->v.format->rotated ? stride : 0));
+    }
+}
+
+/* Output of a row, rotated values turned back, before learned sinks and the division. */
+static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotated, float *row) {
+    int dim = u->call->kv->tables.cfg.v_head_dim, i;
+    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    if (rotated) {
+        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        tkvi_rotate_back(row, dim);
+    }
+    for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
+}
+
+/* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
+static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, const tkvi_contrast *row,
+                              const tkvi_sums *s, const float *o, tkvi_tally *tally) {
+    const tkv_attend_params *p = u->call->p;
+    float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
+    double a, b, d = 0.0, size = 0.0;
+    uint64_t divergence;
+    int i, head = tkvi_head_of(u, r);
+    if (p->sinks && tkvi_is_finite(p->sinks[head])) {
+        double sink = (double)p->sinks[head] - (p->softcap > 0.0f ? 0.0 : (double)q->origin[r]);
+        lse = lse > sink ? lse + log1p(exp(sink - lse)) : sink + log1p(exp(lse - sink));
+        cached = cached > sink ? cached + log1p(exp(sink - cached)) : sink + log1p(exp(cached - sink));
+    }
+    a = exp((double)row->m - lse);
+    b = exp((double)s->m[r] - cached);
+    tkvi_whole_row(u, r, o, tkvi_spaces(u) > 1, x);
+    tkvi_whole_row(u, r, s->o, s->any[1] > 0.0f, y);
+    for (i = 0; i < u->call->kv->tables.cfg.v_head_dim; i++) {
+        double e = (double)x[i] * a - (double)y[i] * b;
+        d += e * e;
+        size += (double)x[i] * a * ((double)x[i] * a);
+    }
+    divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
+    tally->agreed += row->choice >= row->m;
+    tally->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    tally->divergence += divergence;
+    if (divergence > tally->worst) tally->worst = divergence;
+}
+
+/* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
+static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, const tkvi_sums *s,
+                                       const tkvi_sums *work) {
+    tkvi_meter *m = u->call->kv->meter;
+    tkvi_gauge *g = tkvi_gauge_of(m, u->call->plan->stored, u->head);
+    tkvi_contrast rows[TKVI_ROWS];
+    tkvi_tally tally;
+    uint64_t kept;
+    int r;
+    if (!g || u->call->rows[u->item].seq != m->seq) return;
+    memset(&tally, 0, sizeof tally);
+    kept = tkvi_contrast_begin(u, g, rows);
+    if (kept) tkvi_contrast_blocks(u, q, g, rows, work->o);
+    for (r = 0; r < u->rows; r++) {
+        if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
+        tally.samples++;
+        tally.keys += rows[r].keys;
+        tally.kept += rows[r].kept;
+        if (rows[r].kept && rows[r].l > 0.0) tkvi_contrast_end(u, q, r, &rows[r], s, work->o, &tally);
+        else tally.agreed++; /* nothing that could differ */
+    }
+    if (!tally.samples) return;
+    tkvi_lock(&m->lock);
+    tkvi_tally_add(&g->sum, &tally);
+    tkvi_unlock(&m->lock);
+}
+
+/* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
+static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, const tkvi_sums *s,
+                                      int rotated) {
+    const tkvi_call *c = u->call;
+    int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
+    float *m = s->m, *l = s->l, *o = s->o;
+    for (r = 0; r < u->rows; r++) {
+        int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
+        float origin = c->p->softcap > 0.0f || !tkvi_is_finite(origins[r]) ? 0.0f : origins[r];
+        float weight = 1.0f, *row = o + r * u->v_pad;
+        ptrdiff_t at = query * c->out_row + head * c->out_head;
+        if (rotated && !empty) {
+            float *turned = o + (TKVI_ROWS + r) * u->v_pad;
+            tkvi_rotate_back(turned, dim);
+            for (i = 0; i < dim; i++) row[i] += turned[i];
+        }
+        if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+            float sink = c->p->sinks[head] - origin;
+            if (empty) {
+                m[r] = sink;
+                l[r] = 1.0f;
+            } else if (sink > m[r]) {
+                weight = expf(m[r] - sink);
+                l[r] = l[r] * weight + 1.0f;
+                m[r] = sink;
+            } else {
+                l[r] += expf(sink - m[r]);
+            }
+        }
+        weight = empty ? 0.0f : weight / l[r];
+        for (i = 0; i < dim; i += 16) { /* vectors also at -O2 */
+            float x[16];
+            for (k = 0; k < 16; k++) x[k] = row[i + k] * weight;
+            for (k = 0; k < 16; k++) row[i + k] = x[k];
+        }
+        if (c->p->out_type == TKV_TYPE_F32) memcpy((char *)c->p->out + 4 * at, row, (size_t)dim * 4);
+        else
+            for (i = 0; i < dim; i++) tkvi_save_element(c->p->out, c->p->out_type, at + i, row[i]);
+        if (c->p->lse)
+            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.n_heads + head] =
+                l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
+    }
+}
+
+/* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
+/* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
+static int tkvi_next_teller(const tkvi_unit *u, int r) {
+    const tkvi_mass *m = u->call->mass;
+    const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
+    if (!m) return u->rows;
+    for (; r < u->rows; r++) {
+        const int at = tkvi_position(u, tkvi_query_of(u, r));
+        if (m->mode->fresh ? at >= u->list->len - m->newest : (at + unit) % m->every == 0) break;
+    }
+    return r;
+}
+
+/* How many keys a query can see. */
+static int tkvi_keys_seen(const tkvi_unit *u, int query) {
+    const tkv_cache *kv = u->call->kv;
+    int low, high, i, t, n = 0;
+    tkvi_visible(u, query, &low, &high);
+    for (i = 0; i < u->list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[u->ids[i]];
+        const int slots = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (b->gone == 0 && !b->packed) {
+            n += tkvi_max(0, tkvi_min(high, b->start + slots) - tkvi_max(low, b->start));
+            continue;
+        }
+        for (t = 0; t < slots; t++) {
+            const int at = tkvi_at(kv, u->ids[i], t);
+            n += at >= low && at < high && (tkvi_there(b, slots) >> t & 1);
+        }
+    }
+    return n;
+}
+
+/* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
+static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+    if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
+        (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
+        return 1;
+    }
+    memset(p, 0, TKVI_BLOCK * sizeof *p);
+    return 0;
+}
+
+/* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
+static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
+    const tkvi_mass *m = u->call->mass;
+    tkv_cache *kv = u->call->kv;
+    float low[TKVI_ROWS];
+    int i, r, t, end, any;
+    tkvi_load_queries(u, q);
+    for (r = 0; r < u->rows; r++) {
+        low[r] = m->importance.low;
+        if (m->mode->need == TKV_EVICT_NEEDS_LOWS && !(low[r] > 0.0f))
+            low[r] = 1.0f / (float)tkvi_max(1, tkvi_keys_seen(u, tkvi_query_of(u, r)));
+    }
+    for (i = first; i < last; i++) {
+        const uint64_t gone = kv->pool.block[u->ids[i]].gone;
+        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        memset(said, 0, sizeof said);
+        for (r = 0; r < u->rows; r = end) {
+            any = tkvi_weights_of(u, scores, lse[r], r, p);
+            for (end = r + 1; m->heads && end < u->rows && tkvi_query_of(u, end) == tkvi_query_of(u, r);
+                 end++) {
+                any |= tkvi_weights_of(u, scores, lse[end], end, more);
+                m->heads(NULL, more, 0.0f, p);
+            }
+            if (any) m->mode->say(scores + r * TKVI_BLOCK, p, low[r], said);
+        }
+        for (t = 0; t < TKVI_BLOCK && gone; t++)
+            if (gone >> t & 1) said[t] = 0.0f;
+        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
+    }
+}
+
+/* The rows of a unit that tell do. s: finished sums; q: overwritten. */
+static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last,
+                                           tkvi_queries *q) {
+    int r, end;
+    for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
+        tkvi_unit tellers = *u;
+        float lse[TKVI_ROWS];
+        for (end = r; end < u->rows && tkvi_next_teller(u, end) == end; end++)
+            lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
+        tellers.first += r;
+        tellers.rows = end - r;
+        tkvi_tell_blocks(&tellers, lse, first, last, q);
+    }
+}
+
+/* >>work: units, serial or in parallel, whole or in parts */
+typedef struct tkvi_work {
+    const tkvi_call *call;
+    int n_units, n_chunks;
+    float *parts; /* [unit][chunk] sums */
+    tkv_task task;
+} tkvi_work;
+
+static int tkvi_count_units(const tkvi_call *c) {
+    int i, n = 0;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
+    return n;
+}
+
+static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
+    int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
+    for (i = 0;; i++) {
+        int tiles = tkvi_tiles_of(c, c->rows[i].n);
+        if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
+            tkvi_unit_init(u, c, i, row, number / tiles, number % tiles);
+            return;
+        }
+        number -= tiles * heads;
+        row += c->rows[i].n;
+    }
+}
+
+static tkvi_sums tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+    return tkvi_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * (size_t)TKVI_SUMS_FLOATS(u->v_pad),
+                        u->v_pad);
+}
+
+static void tkvi_run_part(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    int chunk = index % w->n_chunks;
+    tkvi_sums sums;
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, index / w->n_chunks, &u);
+    if (chunk >= u.n_chunks) return;
+    tkvi_load_queries(&u, &q);
+    sums = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_part(&u, &q, chunk, &sums);
+}
+
+/* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
+static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_unit *u, tkvi_queries *q,
+                        const tkvi_sums *sums, const tkvi_sums *here) {
+    int chunk;
+    tkvi_part(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
+        tkvi_sums part = *here;
+        if (w->parts) part = tkvi_part_at(w, u, index, chunk);
+        else tkvi_part(u, q, chunk, &part);
+        tkvi_merge(u, sums, &part);
+    }
+    tkvi_begin_space(u, sums, 0);
+}
+
+static void tkvi_run_unit(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_sums sums, part;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, index, &u);
+    tkvi_load_queries(&u, &q);
+    sums = tkvi_sums_in(all, u.v_pad);
+    part = tkvi_sums_in(here, u.v_pad);
+    tkvi_add_up(w, index, &u, &q, &sums, &part);
+    if (tkvi_failed(w->call)) return;
+    tkvi_empty_nonfinite(&u, q.origin, &sums);
+    if (w->call->listen) tkvi_listen(&u, &q, &sums);
+    if (w->call->metric) tkvi_listen_queries(&u, &q);
+    if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
+    tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
+    if (!w->parts) {
+        tkvi_gather_mass(&u, &sums, 0, u.list->n, &q);
+    } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
+        part = tkvi_part_at(w, &u, index, 0);
+        memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
+        memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
+    }
+}
+
+static void tkvi_run_gather(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
+    tkvi_sums sums;
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_unit u;
+    tkvi_find_unit(w->call, unit, &u);
+    if (chunk >= u.n_chunks) return;
+    sums = tkvi_part_at(w, &u, unit, 0);
+    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
+}
+
+/* Does any unit tell? Serves only to wake no threads in vain. */
+static int tkvi_any_tells(const tkvi_work *w) {
+    int i, any = 0;
+    for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
+        tkvi_unit u;
+        tkvi_find_unit(w->call, i, &u);
+        any = tkvi_next_teller(&u, 0) < u.rows;
+    }
+    return any;
+}
+
+/* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
+typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
+    int lanes;
+} tkvi_many_sums;
+
+/* Queries of a unit, [channel][lanes], lanes without a row 0. */
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, int lanes, float *q,
+                                          float *origin) {
+    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    int first, r;
+    for (first = 0; first < lanes; first += 16) {
+        memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
+        for (r = first; r < tkvi_min(first + 16, u->rows); r++)
+            origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
+        u->call->many->turn(rows, u->k_pad, u->k_pad, q + first, lanes);
+    }
+}
+
+/* Which tokens of block i lanes see; 0 if all lanes see all. */
+static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t *low, int32_t *high) {
+    const int packed = u->call->kv->pool.block[u->ids[i]].packed;
+    int r;
+    if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
+    memset(low, 0, TKVI_MANY * sizeof *low);
+    memset(high, 0, TKVI_MANY * sizeof *high);
+    for (r = 0; r < u->rows; r++) {
+        int from, to;
+        tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
+        low[r] = packed ? 0 : from - start; /* scores of a packed block say themselves what is hidden */
+        high[r] = packed ? packed : tkvi_min(to, end) - start;
+    }
+    return 1;
+}
+
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int i, int lanes,
+                                            float *scores) {
+    int at[TKVI_BLOCK], r, t;
+    tkvi_places(u, i, at);
+    for (r = 0; r < u->rows; r++) {
+        float s[TKVI_BLOCK];
+        for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
+        tkvi_modify(u, r, origin[r], at, s);
+        for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
+    }
+}
+
+/* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
+static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
+    int r, any = 0;
+    if (!u->call->listen || i < u->list->sinks) return 0;
+    memset(hears, 0, TKVI_MANY * sizeof *hears);
+    for (r = 0; r < u->rows; r++)
+        if (tkvi_listens(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+            hears[r] = 1.0f;
+            any = 1;
+        }
+    return any;
+}
+
+/* The online softmax over all blocks. */
+static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_MANY], shrink[TKVI_MANY], hears[TKVI_MANY];
+    TKVI_ALIGNED int32_t low[TKVI_MANY], high[TKVI_MANY];
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_many *many = u->call->many;
+    const int lanes = sums->lanes;
+    tkvi_many_queries q;
+    tkvi_weighing w;
+    int i, r, rotated;
+    q.lanes = lanes;
+    q.coded = 0;
+    tkvi_reference_key(u, q.ref);
+    tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
+    memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
+    for (r = 0; r < TKVI_MANY; r++) {
+        sums->m[r] = TKVI_HIDDEN;
+        sums->l[r] = sums->far_attention[r] = 0.0f;
+    }
+    w.s = scores;
+    w.lanes = lanes;
+    w.m = sums->m;
+    w.l = sums->l;
+    w.shrink = shrink;
+    w.high = high;
+    w.far_attention =
+        u->call->listen ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
+    for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
+        for (i = 0; i < u->list->n; i++) {
+            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
+            const uint8_t *bytes, *next = tkvi_next_record(u, i);
+            const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
+            const tkvi_block *b = &kv->pool.block[u->ids[i]];
+            const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
+            if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
+            if (!bytes) return;
+            many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
+            if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
+            w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
+            w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
+            if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            bytes = tkvi_bytes_of(u, i, TKV_V);
+            if (!bytes) return;
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
+                    tkvi_planes(&rec->v, kv->tables.cfg.precise), sums->o);
+        }
+        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.v_head_dim, lanes);
+    }
+}
+
+static TKVI_NOINLINE void tkvi_many_listen(const tkvi_unit *u, const tkvi_sums *sums) {
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_load_queries(u, &q);
+    if (u->call->listen) tkvi_listen(u, &q, sums);
+    if (u->call->metric) tkvi_listen_queries(u, &q);
+}
+
+static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *sums) {
+    TKVI_ALIGNED tkvi_queries q;
+    tkvi_gather_mass(u, sums, 0, u->list->n, &q);
+}
+
+/* Eight rows of a unit, or as many as are gathered together. */
+static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
+    tkvi_unit eight = *u;
+    eight.first += first;
+    eight.rows = tkvi_min(u->call->tell, u->rows - first);
+    return eight;
+}
+
+/* Whoever wants to know of them is told, then they go out. */
+static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *from, int first) {
+    const tkvi_unit eight = tkvi_many_eight(u, first);
+    tkvi_sums sums;
+    sums.o = from->o + first * u->v_pad;
+    sums.m = from->m + first;
+    sums.l = from->l + first;
+    sums.far_attention = from->far_attention + first;
+    tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
+    if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
+    tkvi_finish(&eight, from->origin + first, &sums, 0);
+    if (u->call->mass) tkvi_many_gather(&eight, &sums);
+}
+
+static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
+    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+    int i, r;
+    memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
+    for (r = 0; r < sums->lanes; r += 16)
+        for (i = 0; i < u->v_pad; i += 16)
+            u->call->many->turn(o + i * sums->lanes + r, sums->lanes, 16, sums->o + r * u->v_pad + i,
+                                u->v_pad);
+}
+
+static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
+    tkvi_many_sums sums;
+    int first;
+    sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
+    tkvi_many_blocks(u, &sums);
+    if (tkvi_failed(u->call)) return;
+    tkvi_many_in_rows(u, &sums);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
+}
+
+/* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
+static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit *u) {
+    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED tkvi_queries q;
+    const tkvi_meter *m = u->call->kv->meter;
+    const tkvi_gauge *g = tkvi_gauge_of(u->call->kv->meter, u->call->plan->stored, u->head);
+    const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here, u->v_pad);
+    int r, samples = 0;
+    for (r = 0; g && r < u->rows; r++)
+        samples |= (tkvi_position(u, tkvi_query_of(u, r)) + g->phase) % m->every == 0;
+    if (!samples) return;
+    tkvi_load_queries(u, &q);
+    tkvi_add_up(w, 0, u, &q, &sums, &part);
+    tkvi_measure(u, &q, &sums, &part);
+}
+
+static void tkvi_run_many(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    tkvi_unit u;
+    int first;
+    tkvi_find_unit(w->call, index, &u);
+    tkvi_many_unit(&u);
+    for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
+        const tkvi_unit eight = tkvi_many_eight(&u, first);
+        tkvi_many_measure(w, &eight);
+    }
+}
+
+/* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
+ * scores must be the same ones again. */
+static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
+    const tkv_cache *kv = c->kv;
+    int i, b;
+    if (c->p->mass) return NULL;
+    for (i = 0; i < c->n_rows; i++) {
+        const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored);
+        const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored);
+        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
+        for (b = 0; b < list->n; b++) {
+            const tkvi_record *rec = kv->tables.coding[kv->pool.block[ids[b]].coding].record;
+            if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
+                return NULL;
+        }
+    }
+    return tkvi_many_of(kv->kernels->isa);
+}
+
+/* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
+static int tkvi_take_parts(tkv_cache *kv) {
+    if (!kv->parts) return 0;
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_exchange_n(&kv->parts_taken, 1, __ATOMIC_ACQUIRE) == 0;
+#else
+    return 0;
+#endif
+}
+
+static void tkvi_leave_parts(tkv_cache *kv) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&kv->parts_taken, 0, __ATOMIC_RELEASE);
+#else
+    (void)kv;
+#endif
+}
+
+/* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
+#define TKVI_MASS_CHUNK 16 /* blocks */
+
+static void tkvi_run_mass(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    const tkvi_call *c = w->call;
+    float scores[TKVI_ROWS * TKVI_BLOCK];
+    int number, i, r, t;
+    for (number = 0; number < w->n_units; number++) {
+        TKVI_ALIGNED tkvi_queries q;
+        tkvi_unit u;
+        int last;
+        tkvi_find_unit(c, number, &u);
+        last = tkvi_min(u.list->n, (index + 1) * TKVI_MASS_CHUNK);
+        if (index * TKVI_MASS_CHUNK >= last) continue;
+        tkvi_load_queries(&u, &q);
+        for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
+            float *mass = c->p->mass + u.item * c->mass_stride;
+            int at[TKVI_BLOCK];
+            if (!tkvi_block_scores(&u, &q, i, scores)) continue;
+            tkvi_places(&u, i, at);
+            for (r = 0; r < u.rows; r++) {
+                int row = u.seq_row + tkvi_query_of(&u, r);
+                float lse = c->p->lse[(ptrdiff_t)row * c->kv->tables.cfg.n_heads + tkvi_head_of(&u, r)];
+                const float *s = scores + r * TKVI_BLOCK;
+                if (!tkvi_is_finite(lse)) continue; /* it sees no key */
+                if (c->p->softcap <= 0.0f) lse -= q.origin[r];
+                for (t = 0; t < TKVI_BLOCK; t++)
+                    if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+            }
+        }
+    }
+}
+
+static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
+    int i;
+    if (kv->tables.cfg.parallel_for && n > 1)
+        kv->tables.cfg.parallel_for(kv->tables.cfg.parallel_user, n, task, ctx);
+    else
+        for (i = 0; i < n; i++) task(ctx, i);
+}
+
+/* A task with room of its own for what it fetches. */
+static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
+    tkvi_room room;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    room.key = TKVI_NIL;
+    c.room = &room;
+    w.call = &c;
+    if (!tkvi_failed(&c)) w.task(&w, index);
+}
+
+static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
+    const tkv_cache *kv = w->call->kv;
+    tkv_task run = kv->pool.n_spilled ? tkvi_run_fetching : task;
+    int i;
+    w->task = task;
+    if (together) tkvi_for(kv, n, run, w);
+    else
+        for (i = 0; i < n; i++) run(w, i);
+}
+
+/* >>public */
+TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
+    tkvi_call c;
+    tkvi_work w;
+    int i, few, longest = 0, failed = 0;
+    tkv_status st = tkvi_call_init(&c, kv, p);
+    if (st) return st;
+    c.failed = &failed;
+    w.call = &c;
+    w.n_units = tkvi_count_units(&c);
+    w.n_chunks = 0;
+    w.parts = NULL;
+    for (i = 0; i < c.n_rows; i++) {
+        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored);
+        longest = tkvi_max(longest, list->n);
+        if (p->mass) memset(p->mass + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+    }
+    if (w.n_units == 0) return TKV_OK;
+    w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
+    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
+          w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
+    if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
+        w.parts = kv->parts;
+        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_part);
+        tkvi_run(&w, w.n_units, 0, tkvi_run_unit);
+        if (!failed && tkvi_any_tells(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
+        tkvi_leave_parts(kv);
+    } else if (few || !(c.many = tkvi_many_for(&c))) {
+        tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
+    } else {
+        c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile -= c.tile % c.tell;
+        tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
+        c.tile = c.tell;
+    }
+    if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
+    if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
+    tkv_attend_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.q = q;
+    p.out = out;
+    return tkv_attend_ex(kv, &p);
+}
+
+TKV_API void tkv_merge_lse(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
+                           int dim) {
+    int r, i;
+    for (r = 0; r < n_rows && dim > 0; r++) {
+        int have = tkvi_is_finite(lse[r]), have2 = tkvi_is_finite(lse2[r]);
+        float *o = out + (ptrdiff_t)r * dim;
+        const float *o2 = out2 + (ptrdiff_t)r * dim;
+        float top, a, b;
+        if (!have2) continue;
+        if (!have) {
+            memcpy(o, o2, (size_t)dim * sizeof(float));
+            lse[r] = lse2[r];
+            continue;
+        }
+        top = lse[r] > lse2[r] ? lse[r] : lse2[r];
+        a = expf(lse[r] - top);
+        b = expf(lse2[r] - top);
+        for (i = 0; i < dim; i++) o[i] = (o[i] * a + o2[i] * b) / (a + b);
+        lse[r] = top + logf(a + b);
+    }
+}
+
+#endif /* TKVI_ATTENTION_ATTEND_H */

@@ -1,0 +1,127 @@
+/*
+ * attention/reference.h - the slow definition of attention, for tests: decode each key and value, work in double,
+ * pass after pass (maximum, sum, and the mass if asked). Shares with attention/attend.h the check of the call and
+ * nothing of the arithmetic. May call attend and below.
+ */
+#ifndef TKVI_ATTENTION_REFERENCE_H
+#define TKVI_ATTENTION_REFERENCE_H
+
+#include "attention/attend.h"
+
+/* Logit of one key for query `query` of batch entry `item`, or 0 in *seen. */
+static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
+                             int j, int len, int *seen) {
+    const tkv_attend_params *p = c->p;
+    int at = len - c->rows[item].n + query, i;
+    double s = 0.0, add = 0.0;
+    *seen = 0;
+    if (!p->non_causal && j > at) return 0.0;
+    if (c->window && at - j >= c->window) return 0.0;
+    if (p->mask) {
+        const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
+        if (TKVI_IS_HIDDEN(bias)) return 0.0;
+        add = (double)bias;
+    }
+    if (p->mask_bits && j >= len - p->mask_bits_n) {
+        int bit = j - (len - p->mask_bits_n);
+        if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
+    }
+    *seen = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
+    s *= (double)c->scale;
+    if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
+    if (p->alibi) s += (double)p->alibi[head] * (double)(j - at);
+    return s + add;
+}
+
+static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
+    int i, finite = 1;
+    for (i = 0; i < c->kv->tables.cfg.head_dim; i++)
+        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
+    return finite;
+}
+
+/* One head of one row. Pass 0 finds the maximum, pass 1 sums, pass 2 is for the mass. */
+static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
+    const tkv_cache *kv = c->kv;
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
+    double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
+    tkvi_room room[2];
+    const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
+    int pass, i, j, t, any = 0;
+    ptrdiff_t at = row * c->out_row + head * c->out_head;
+    memset(out, 0, sizeof out);
+    room[0].key = room[1].key = TKVI_NIL;
+    if (c->p->sinks && tkvi_is_finite(c->p->sinks[head])) {
+        top = (double)c->p->sinks[head];
+        any = 1;
+    }
+    for (pass = 0; pass < 3; pass++) {
+        if (pass == 1 && c->p->sinks && tkvi_is_finite(c->p->sinks[head]))
+            sum = exp((double)c->p->sinks[head] - top);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
+            const uint8_t *k, *v = NULL;
+            const int n = tkvi_block_tokens(kv, list, ids, i);
+            const uint64_t there = tkvi_there(b, n);
+            tkv_status st;
+            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
+            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            if (!st && pass == 1)
+                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+            if (st) return st;
+            for (t = 0; t < n; t++) {
+                float x[TKV_MAX_HEAD_DIM];
+                int seen, ch;
+                double s, w;
+                if (!(there >> t & 1) || !finite) continue;
+                j = tkvi_at(kv, ids[i], t);
+                tkvi_decode_side(&rec->k, k, t, 1, x, 0);
+                s = tkvi_ref_logit(c, item, row, query, head, x, j, list->len, &seen);
+                if (!seen) continue;
+                if (pass == 0) {
+                    top = any && top > s ? top : s;
+                    any = 1;
+                    continue;
+                }
+                w = exp(s - top);
+                if (pass == 2) {
+                    c->p->mass[item * c->mass_stride + j] += (float)(w / sum);
+                    continue;
+                }
+                sum += w;
+                tkvi_decode_side(&rec->v, v, t, 1, x, 0);
+                for (ch = 0; ch < cfg->v_head_dim; ch++) out[ch] += w * (double)x[ch];
+            }
+        }
+        if (pass == 1 && !c->p->mass) break;
+    }
+    for (i = 0; i < cfg->v_head_dim; i++)
+        tkvi_save_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
+    if (c->p->lse)
+        c->p->lse[(ptrdiff_t)row * cfg->n_heads + head] =
+            sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
+    tkvi_call c;
+    int item, query, head, row = 0;
+    tkv_status st = tkvi_call_init(&c, kv, p);
+    if (st) return st;
+    for (item = 0; item < c.n_rows; item++) {
+        if (p->mass)
+            memset(p->mass + item * c.mass_stride, 0,
+                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored)->len * sizeof(float));
+        for (query = 0; query < c.rows[item].n; query++, row++)
+            for (head = 0; head < kv->tables.cfg.n_heads && !st; head++)
+                st = tkvi_ref_row(&c, item, row, query, head);
+    }
+    return st;
+}
+
+#endif /* TKVI_ATTENTION_REFERENCE_H */

@@ -1,0 +1,814 @@
+/*
+ * cache/cache.h - the cache itself: what it consists of, how it is made from an allocator or inside the caller's
+ * memory, how it ends. May call pool, meter and below.
+ *
+ * Memory of a cache: one fixed piece (this struct, tables, sequences, scratch), the block table, the page
+ * table, one array of block lists per sequence, and pages. Only the last four grow. In place the same calls
+ * are served from the caller's memory, at their largest sizes, before the first token.
+ */
+#ifndef TKVI_CACHE_CACHE_H
+#define TKVI_CACHE_CACHE_H
+
+#include "rules/score_modes.h"
+#include "cache/pool.h"
+#include "cache/meter.h"
+
+/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens
+ * from its start to the next one's. */
+typedef struct tkvi_list {
+    int n;                    /* blocks */
+    int sinks, archive, warm; /* how many of them are of each tier; the rest is hot */
+    int len;                  /* tokens ever appended */
+    int dropped;              /* of them, the first ones are gone (windows) */
+    int chunk_was;            /* chunk, should the append fail */
+    int chunk;                /* len before the last append: what came then stays exact until the next */
+    int tight,
+        tightest; /* blocks behind the sinks that are as tight as the level wants warm, archive (reclaim/budget.h) */
+    int out; /* blocks behind the sinks that are outside, before the first that is not (reclaim/offload.h) */
+    int step_len; /* len when the open step began */
+    int left;     /* blocks, on paper: as far as a call that needs room may go (reclaim/budget.h) */
+} tkvi_list;
+
+typedef struct tkvi_seq {
+    uint32_t *block; /* [n_layers][cap] block numbers */
+    uint32_t cap;
+    int in_step;
+    int reserved_len; /* 0, or the length up to which memory is promised */
+    uint64_t used;    /* kv->clock when it was appended to, reserved or given to last */
+} tkvi_seq;
+
+/* Parallel attention keeps partial results here; the first caller gets it, others run serially (same bits). */
+#define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
+#define TKVI_MIN_CHUNK 8                                             /* blocks */
+#define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
+#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
+
+/* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
+ * keys this far back count as far. */
+#define TKVI_LEARN 512
+#define TKVI_LEARN_WELL 2048
+#define TKVI_FAR 128
+#define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
+
+/* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
+typedef struct tkvi_ears {
+    int tokens; /* appended since it listens; -1: it does not */
+    int used;   /* that many when the factors were made last; 0: never */
+} tkvi_ears;
+
+/* What a call asks room for, beside slots (tkv_cache.need). */
+typedef struct tkvi_order {
+    const tkv_rows *rows; /* tokens for lists */
+    int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
+    int64_t blocks;       /* entries of the block table, beyond those of slots */
+} tkvi_order;
+
+struct tkv_cache {
+    tkvi_tables tables;
+    const tkvi_kernels *kernels;
+    tkvi_heap heap;
+    tkvi_arena arena;
+    tkvi_pool pool;
+    tkvi_seq *seq;      /* [max_seqs] */
+    tkvi_list *list;    /* [max_seqs][n_layers] */
+    int64_t *promised;  /* [max_seqs][n_classes] slots reserved by each sequence */
+    int64_t *peak_live; /* [2][n_classes] work space of tkvi_peak */
+    float *recode;      /* [64][head_dim], [64][v_head_dim] decoded values on their way to another tier */
+    float *parts;       /* partial results of parallel attention, or NULL */
+    int parts_taken;
+    /* what attention learns (learn/statistics.h); NULL where no format asks for it */
+    int *seen;              /* [n_layers] tokens appended since it listens; -1: it does not */
+    int64_t *asked;         /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int learning;           /* somebody is adding */
+    /* the same for SQUAT formats (learn/squat_queries.h) */
+    tkvi_ears *ears; /* [n_layers] */
+    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint16_t
+        *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
+    float *solve;      /* [packed] work space */
+    tkvi_meter *meter; /* NULL: none (cache/meter.h) */
+    /* the budget (reclaim/budget.h) */
+    tkv_policy policy;
+    float outside;   /* pressure that the caller feeds */
+    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
+    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
+    int64_t debt;    /* bytes that are still to be won for those that came */
+    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    uint64_t spilled, unstored,
+        promoted;     /* blocks that went outside, that the store refused, that came back */
+    int store_failed; /* in the call that goes on: there would have been room */
+    int64_t
+        *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
+    tkvi_order order; /* valid during the call */
+    int resort;       /* how far it must go for that: bits of tkvi_resort (reclaim/budget.h) */
+    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
+    /* what is recomputed (reclaim/discard.h) */
+    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
+    uint64_t vacated, recomputed; /* blocks */
+    tkvi_mass mass;               /* what the config gathers of attention (reclaim/scores.h) */
+    /* what is dropped (reclaim/evict_tokens.h) */
+    uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
+    uint32_t choice_cap; /* of blocks */
+    uint64_t evicted, merged;
+    size_t fixed_bytes, table_bytes, scratch_bytes, shadow_bytes; /* of the fixed piece */
+    char error[160];
+};
+
+static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
+    return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
+}
+
+static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
+}
+
+static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
+}
+
+static int64_t *tkvi_metric_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t dim = (size_t)cfg->head_dim;
+    return kv->metric + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+}
+
+/* NULL where nobody wants it. */
+static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    size_t at = (size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head;
+    if (!kv->feedback) return NULL;
+    return kv->feedback + at * tkvi_feedback_count(cfg->head_dim, cfg->squat_block);
+}
+
+static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_seq *s = &kv->seq[seq];
+    return s->block ? s->block + (size_t)layer * s->cap : NULL;
+}
+
+static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
+    return kv->pool.block[ids[i]].start;
+}
+
+/* End position of block i: where the next one starts, or the length. */
+static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
+}
+
+/* Tokens in block i, those that were dropped since included. */
+static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed ? b->packed : tkvi_block_end(kv, list, ids, i) - b->start;
+}
+
+/* Bits of those that are there. */
+static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+    return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+}
+
+/* Does this block take anchors? That of the sinks does: no other has less room than 64. Its positions may be far from
+ * each other, so that two entries of `where` are one of them. */
+static int tkvi_is_wide(const tkv_cache *kv, const tkvi_block *b) {
+    return kv->tables.cfg.n_anchors > 0 && kv->tables.coding[b->coding].tokens < TKVI_BLOCK;
+}
+
+/* Position of one of its tokens. */
+static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
+    const tkvi_block *b = &kv->pool.block[id];
+    int32_t at;
+    if (!b->packed) return b->start + slot;
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    return at;
+}
+
+static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
+    const tkvi_block *b = &kv->pool.block[id];
+    const int32_t at = position;
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+}
+
+/* It has changed its tier: promotion waits a while (step/promotion.h). */
+static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+}
+
+/* End of the positions that block i may have tokens of. */
+static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = &kv->pool.block[ids[i]];
+    return b->packed && tkvi_is_wide(kv, b) ? list->len : tkvi_block_end(kv, list, ids, i);
+}
+
+/* Formats that undo RoPE count on tokens that follow one another: none can move to another place. */
+static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
+
+/* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
+ * returns the place behind them. */
+static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
+    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
+    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
+    int t;
+    if (at == 0) a->pinned = a->passing = a->anchored = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(there >> t & 1)) continue;
+        a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
+        a->mass[at] = b->mass[t];
+        a->pinned |= (pinned >> t & 1) << at;
+        a->passing |= (passing >> t & 1) << at;
+        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
+        a->anchored |= (anchored >> t & 1) << at;
+        at++;
+    }
+    return at;
+}
+
+/* Is this the format that blocks of the layer's hot tier have? */
+static int tkvi_is_hot_coding(const tkv_cache *kv, int layer, int coding) {
+    return kv->tables.coding[coding].key == kv->tables.plan[layer].now.key[TKV_HOT];
+}
+
+/* Tokens that left every window stay this long, so that a cut of the hot tail finds them. */
+static int tkvi_drop_margin(const tkvi_plan *p) {
+    return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
+
+static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
+    if (i < list->sinks) return TKV_HOT;
+    if (i < list->sinks + list->archive) return TKV_ARCHIVE;
+    return i < list->sinks + list->archive + list->warm ? TKV_WARM : TKV_HOT;
+}
+
+/* The newest blocks whose values are known well, exact or warm, no sinks: the newest of each sequence, then
+ * the second newest of each, ... Calls visit for each; returns how many. */
+#define TKVI_LEARN_BLOCKS 16
+
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+
+static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, age, had = -1, found = 0;
+    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
+        had = found;
+        for (seq = 0; seq < kv->tables.cfg.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const int i = list->n - age;
+            const tkvi_block *b;
+            const tkvi_record *r;
+            if (i < list->sinks + list->archive) continue;
+            b = &kv->pool.block[ids[i]];
+            if (tkvi_spilled(b)) continue;
+            r = &kv->tables.coding[b->coding].record[head];
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+                  tkvi_block_tokens(kv, list, ids, i));
+            found++;
+        }
+    }
+    return found;
+}
+
+/* >>errors of mutating calls: status and sentence */
+static tkv_status tkvi_ok(tkv_cache *kv) {
+    kv->error[0] = 0;
+    return TKV_OK;
+}
+
+static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                            const char *more) {
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, what);
+    if (more) {
+        tkvi_say(&t, " ");
+        tkvi_say_int(&t, number);
+        tkvi_say(&t, more);
+    }
+    return st;
+}
+
+/* >>events */
+static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                      const char *text) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = kind;
+    e.seq = -1;
+    e.layer = layer;
+    e.from = from;
+    e.to = to;
+    e.bytes = bytes;
+    e.text = text;
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_EVICT;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = e.to = -1;
+    e.positions = positions;
+    e.n = n;
+    e.text = "tokens were dropped";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_event e;
+    if (!kv->tables.cfg.on_event) return;
+    memset(&e, 0, sizeof e);
+    e.kind = TKV_EVENT_SPILL;
+    e.seq = seq;
+    e.layer = layer;
+    e.from = tkvi_block_start(kv, ids, i);
+    e.to = tkvi_block_end(kv, list, ids, i);
+    e.bytes = kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    e.text = "a block went outside RAM";
+    kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
+}
+
+/* >>statistics: a piece that is there while a layer listens */
+static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+    return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
+                         sizeof(int64_t));
+}
+
+static size_t tkvi_heard_bytes(const tkv_config *cfg) {
+    return tkvi_asked_bytes(cfg) +
+           tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
+}
+
+/* 0: no memory, nothing has changed. */
+static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+    if (!kv->tables.any_shared || kv->asked) return 1;
+    if (heap->limit) tkvi_trim_to(&kv->pool, 0);
+    kv->asked = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->asked) return 0;
+    memset(kv->asked, 0, bytes);
+    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    return 1;
+}
+
+static void tkvi_heard_put(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+    kv->asked = kv->far_attention = NULL;
+}
+
+/* >>sizes of the fixed piece */
+typedef struct tkvi_sizes {
+    /* each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t solve, recode, parts, shadow;
+    size_t total;
+} tkvi_sizes;
+
+static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
+    size_t seqs = (size_t)h->cfg.max_seqs, n;
+    int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
+    memset(s, 0, sizeof *s);
+    s->cache = tkvi_align_up(sizeof(tkv_cache));
+    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
+    if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
+    s->seqs = tkvi_align_up(n);
+    if (!tkvi_mul(seqs, (size_t)h->cfg.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    s->lists = tkvi_align_up(n);
+    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    s->counts = tkvi_align_up(n);
+    s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
+    if (h->cfg.parallel_for)
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
+    if (h->any_squat) {
+        size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
+        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
+        s->metric = tkvi_align_up(s->metric);
+        s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
+        s->feedback = tkvi_align_up(s->feedback);
+        s->solve = tkvi_align_up(packed * sizeof(float));
+    }
+    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
+    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
+    return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
+           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
+           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+}
+
+/* What tkv_memory counts as tables. */
+static size_t tkvi_table_bytes(const tkvi_sizes *s) {
+    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
+}
+
+/* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
+static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+    const size_t pages = (size_t)h->spare + 2;
+    size_t n = 0, all = s->total;
+    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
+    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
+    return all;
+}
+
+/* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
+static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+
+/* Builds an empty cache in one fixed piece from the heap. */
+static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
+    tkvi_heap heap = *from;
+    tkvi_sizes s;
+    uint8_t *at;
+    tkv_cache *kv;
+    int c;
+    size_t classes = (size_t)h->n_classes;
+    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.isa);
+    if (!kernels) return TKV_ERR_ISA;
+    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes && h->cfg.budget_bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
+    at = (uint8_t *)tkvi_get(&heap, s.total);
+    if (!at) return TKV_ERR_NOMEM;
+    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
+    kv = (tkv_cache *)(void *)at;
+    at += s.cache;
+    tkvi_tables_build(&kv->tables, h, at);
+    at += s.tables;
+    kv->seq = (tkvi_seq *)(void *)at;
+    at += s.seqs;
+    kv->list = (tkvi_list *)(void *)at;
+    at += s.lists;
+    kv->promised = (int64_t *)(void *)at;
+    kv->peak_live = kv->promised + (size_t)h->cfg.max_seqs * classes;
+    kv->pool.live = kv->peak_live + 2 * classes;
+    kv->pool.promised = kv->pool.live + classes;
+    kv->need = kv->pool.promised + classes;
+    kv->pool.room = (uint32_t *)(void *)(kv->need + 4 * classes);
+    at += s.counts;
+    if (s.seen) {
+        kv->seen = (int *)(void *)at;
+        for (c = 0; c < h->cfg.n_layers; c++) /* those that need no table do not listen */
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->seen[c] = -1;
+    }
+    at += s.seen;
+    if (h->any_squat) {
+        kv->ears = (tkvi_ears *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.ears);
+        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
+        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+    }
+    at += s.ears + s.metric + s.feedback;
+    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
+    at += s.meter + s.solve;
+    kv->recode = (float *)(void *)at;
+    at += s.recode;
+    kv->parts = s.parts ? (float *)(void *)at : NULL;
+    kv->kernels = kernels;
+    kv->fixed_bytes = s.total;
+    kv->table_bytes = tkvi_table_bytes(&s);
+    kv->scratch_bytes = s.solve + s.recode + s.parts;
+    kv->shadow_bytes = s.shadow;
+    kv->pool.tables = &kv->tables;
+    if (!tkvi_heard_get(kv, &heap)) {
+        tkvi_put(&heap, kv, s.total);
+        return TKV_ERR_NOMEM;
+    }
+    kv->heap = heap;
+    kv->pool.heap = &kv->heap;
+    kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
+    for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
+    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
+    (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
+    kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
+    kv->relax_at = (size_t)-1;
+    kv->pool.spare = h->spare;
+    for (c = 0; c < h->cfg.n_layers; c++)
+        if (kv->tables.plan[c].stored == c)
+            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
+    *out = kv;
+    return TKV_OK;
+}
+
+/* >>tables */
+/* Memory for this version, of all layers. 0: there is none, and nothing has changed. */
+static int tkvi_version_ready(tkv_cache *kv, int version) {
+    tkvi_tables *t = &kv->tables;
+    uint8_t *mem;
+    if (t->version[version].bytes) return 1;
+    if (kv->heap.limit) tkvi_trim_to(&kv->pool, 0);
+    mem = (uint8_t *)tkvi_get(&kv->heap, t->version_bytes);
+    if (!mem) return 0;
+    memset(mem, 0, t->version_bytes);
+    tkvi_version_build(t, version, mem);
+    return 1;
+}
+
+/* Bytes of the versions that are there, and of the statistics. */
+static size_t tkvi_learning_held(const tkv_cache *kv) {
+    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
+    return n;
+}
+
+/* >>the choice among the tokens of a list (reclaim/evict_tokens.h): bytes for each block */
+#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry(const tkv_config *cfg) { return cfg->evict.kind ? TKVI_CHOICE : 0; }
+
+/* >>life */
+/* The config's allocator, or malloc. */
+static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+    memset(heap, 0, sizeof *heap);
+    heap->from = cfg->allocator;
+#ifndef TKV_NO_MALLOC
+    if (!heap->from.alloc) {
+        heap->from.alloc = tkvi_malloc;
+        heap->from.release = tkvi_mfree;
+    }
+#endif
+    if (heap->from.alloc) return TKV_OK;
+    return tkvi_bad(reason, size, "allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+}
+
+/* The sentence about an error of tkvi_build. */
+static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_sizes s;
+    const int fits = tkvi_fixed_sizes(h, &s);
+    if (st == TKV_ERR_ISA) {
+        tkvi_say(&t, "isa is ");
+        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+    } else if (st == TKV_ERR_BUDGET) {
+        tkvi_say(&t, "budget_bytes is ");
+        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_say(&t, "; it must be at least ");
+        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_say(&t, " for an empty cache and its first tokens");
+    } else if (st == TKV_ERR_NOMEM) {
+        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_say(&t, " bytes");
+    } else {
+        tkvi_say(&t, "max_seqs is ");
+        tkvi_say_int(&t, h->cfg.max_seqs);
+        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
+    tkvi_heap heap;
+    tkvi_shape shape;
+    tkv_cache *kv;
+    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    if (!cfg || !out) {
+        tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        return TKV_ERR_ARG;
+    }
+    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (st) return st;
+    heap.limit = shape.cfg.budget_bytes;
+    st = tkvi_build(&shape, &heap, &kv);
+    if (!st && shape.cfg.budget_bytes && kv->tables.version_bytes &&
+        !tkvi_version_ready(kv, 0)) { /* it must not fail later */
+        tkv_destroy(kv);
+        st = TKV_ERR_NOMEM;
+    }
+    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
+    *out = kv;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
+    return tkv_create_ex(cfg, out, NULL, 0);
+}
+
+TKV_API void tkv_destroy(tkv_cache *kv) {
+    tkvi_heap heap;
+    uint32_t i;
+    int s;
+    if (!kv) return;
+    for (i = 0; i < kv->pool.block_cap; i++) {
+        if (!kv->pool.block[i].refs) continue;
+        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        tkvi_forget_copy(&kv->pool, i);
+    }
+    for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
+    for (s = 0; s < kv->tables.cfg.max_seqs; s++)
+        tkvi_put(&kv->heap, kv->seq[s].block,
+                 (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+    for (s = 0; s < TKVI_VERSIONS; s++)
+        tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
+    tkvi_heard_put(kv);
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    heap = kv->heap; /* the cache stands in the last piece */
+    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+}
+
+/* >>room for the choice; what is in it is of no use any more */
+static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
+    size_t bytes;
+    uint8_t *bigger;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
+    kv->choice = bigger;
+    kv->choice_cap = cap;
+    return 1;
+}
+
+/* >>block lists of a sequence: room for `want` blocks per layer */
+static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
+    tkvi_seq *s = &kv->seq[seq];
+    uint32_t cap = tkvi_cap_for(want), *bigger;
+    size_t layers = (size_t)kv->tables.cfg.n_layers, bytes;
+    size_t l;
+    if (!tkvi_grow_choice(kv, cap)) return 0;
+    if (cap <= s->cap) return 1;
+    if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
+    bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    for (l = 0; l < layers && s->block; l++)
+        memcpy(bigger + l * cap, s->block + l * s->cap, s->cap * sizeof(uint32_t));
+    tkvi_put(&kv->heap, s->block, layers * s->cap * sizeof(uint32_t));
+    s->block = bigger;
+    s->cap = cap;
+    return 1;
+}
+
+/* >>in place: everything at its largest, at once */
+/* Most blocks of each tier that one layer of one sequence can hold at max_tokens, sinks apart, if none was
+ * flushed short. */
+static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+    int64_t tokens = cfg->max_tokens - p->sink, all, tier;
+    if (tokens < 0) tokens = 0;
+    all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_HOT] = ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* hot tokens can be flushed */
+    if (p->keep && most[TKV_ARCHIVE] > ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2)
+        most[TKV_ARCHIVE] = ((int64_t)p->keep + tkvi_drop_margin(p)) / TKVI_BLOCK + 2;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_HOT)) most[tier] = 0;
+        if (most[tier] > all) most[tier] = all;
+    }
+}
+
+typedef struct tkvi_most {
+    uint32_t page_cap, block_cap, list_cap;
+    int64_t pages;
+    size_t bytes; /* of everything, each piece at a multiple of 64 */
+} tkvi_most;
+
+/* Under a budget: as many pages as it leaves room for. */
+static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+    const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
+    const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
+    size_t rest = 0, lists;
+    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+    if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->list_cap = tkvi_cap_for(list);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &rest) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        return TKV_ERR_CONFIG;
+    m->pages = (int64_t)(budget / h->page_bytes);
+    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
+    for (; m->pages > h->spare; m->pages--) { /* tables of blocks and pages take their part */
+        size_t pages = (size_t)m->pages * h->page_bytes, n;
+        uint64_t fit = h->cfg.spill.store || h->cfg.remat ? blocks : 64u * (uint64_t)m->pages;
+        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
+        m->page_cap = tkvi_cap_for(m->pages);
+        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
+            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            m->bytes = budget;
+            return TKV_OK;
+        }
+    }
+    return TKV_ERR_BUDGET;
+}
+
+static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
+    tkvi_sizes fixed;
+    size_t pages, n;
+    int i, c, tier;
+    memset(m, 0, sizeof *m);
+    memset(live, 0, sizeof live);
+    memset(wait, 0, sizeof wait);
+    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (h->cfg.budget_bytes) return tkvi_most_within(h, &fixed, m);
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        if (p.stored != i) continue;
+        tkvi_most_blocks(&h->cfg, &p, most);
+        if (p.sink) live[h->class_of[p.sink_coding]]++;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+            live[h->class_of[p.now.key[tier]]] += most[tier];
+            /* blocks that wait for a table: of all sequences together */
+            if (tier != TKV_ARCHIVE && tkvi_plan_learns(&p))
+                wait[h->class_of[p.now.key[tier]]] += TKVI_LEARN / TKVI_BLOCK;
+        }
+    }
+    for (c = 0; c < h->n_classes; c++) {
+        live[c] = live[c] * h->cfg.max_seqs + wait[c];
+        blocks += live[c];
+        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* one more while a block is recoded */
+    }
+    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
+    m->page_cap = tkvi_cap_for(m->pages);
+    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
+    m->list_cap = tkvi_cap_for(h->cfg.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.max_seqs, &n) ||
+        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
+        !tkvi_add(pages, m->bytes, &m->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
+        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
+        return TKV_ERR_CONFIG;
+    return TKV_OK;
+}
+
+static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
+    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
+    if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
+    if (!st) st = tkvi_most_of(h, m);
+    return st;
+}
+
+TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
+    tkvi_shape h;
+    tkvi_most m;
+    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    if (!bytes) return TKV_ERR_ARG;
+    if (!st) *bytes = m.bytes;
+    return st;
+}
+
+TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+    tkvi_shape h;
+    tkvi_most m;
+    tkvi_heap heap;
+    tkvi_arena arena;
+    tkv_cache *kv;
+    size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
+    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    int i;
+    if (!out || !mem) return TKV_ERR_ARG;
+    if (st) return st;
+    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
+    memset(&arena, 0, sizeof arena);
+    arena.base = (uint8_t *)mem + skip;
+    arena.size = bytes - skip;
+    memset(&heap, 0, sizeof heap);
+    heap.from.user = &arena;
+    heap.from.alloc = tkvi_arena_alloc;
+    heap.from.release = tkvi_arena_release;
+    st = tkvi_build(&h, &heap, &kv);
+    if (st) return st;
+    kv->arena = arena;
+    kv->heap.from.user = &kv->arena;
+    kv->pool.keep_all = 1;
+    /* None of these can fail: tkvi_most_of added up the same pieces. */
+    for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
+        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
+    for (i = 0; i < h.cfg.max_seqs; i++)
+        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
+    while ((int64_t)kv->pool.n_pages < m.pages)
+        if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
+    kv->arena.closed = 1;
+    if (h.cfg.budget_bytes) kv->tables.cfg.budget_bytes = kv->heap.held; /* what pages could be made of it */
+    *out = kv;
+    return TKV_OK;
+}
+
+#endif /* TKVI_CACHE_CACHE_H */

@@ -1,0 +1,49 @@
+/*
+ * cache/lookup.h - which sequences and layers a cache has, and how long they are. Every public function that takes a
+ * sequence or a layer asks here first.
+ */
+#ifndef TKVI_CACHE_LOOKUP_H
+#define TKVI_CACHE_LOOKUP_H
+
+#include "cache/cache.h"
+
+static int tkvi_seq_ok(const tkv_cache *kv, int seq) {
+    return kv && seq >= 0 && seq < kv->tables.cfg.max_seqs;
+}
+
+static tkv_status tkvi_seq_bad(tkv_cache *kv, int seq) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", seq, "") : TKV_ERR_ARG;
+}
+
+/* The layer whose blocks `layer` of seq reads; -1 if there is no such sequence or layer, or it has no cache. */
+static int tkvi_stored_layer(const tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq) || layer < 0 || layer >= kv->tables.cfg.n_layers) return -1;
+    return kv->tables.plan[layer].stored;
+}
+
+/* Do sequence and layer exist, and does this layer store K and V itself? */
+static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
+    return layer >= 0 && tkvi_stored_layer(kv, seq, layer) == layer;
+}
+
+static tkv_status tkvi_no_own_layer(tkv_cache *kv, int layer) {
+    return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
+TKV_API int tkv_layer_len(const tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    return layer < 0 ? 0 : tkvi_list_of(kv, seq, layer)->len;
+}
+
+TKV_API int tkv_seq_len(const tkv_cache *kv, int seq) {
+    int layer, len = -1;
+    if (!tkvi_seq_ok(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (kv->tables.plan[layer].stored == layer) {
+            int n = tkvi_list_of(kv, seq, layer)->len;
+            len = len < 0 ? n : tkvi_min(len, n);
+        }
+    return len;
+}
+
+#endif /* TKVI_CACHE_LOOKUP_H */

@@ -1,0 +1,982 @@
+/*
+ * cache/plan.h - from a config to plans: which format and how many tokens each tier of each layer has, how big a
+ * block is in each format pair, and in which page and slot sizes blocks are kept. Also: what is wrong with
+ * a config, in a sentence. May call kernels (for the ISA) and below.
+ */
+#ifndef TKVI_CACHE_PLAN_H
+#define TKVI_CACHE_PLAN_H
+
+#include "kernels/dispatch.h"
+#include "rules/evict.h"
+
+/* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
+ * checksum. */
+#define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+#define TKVI_SPILL_HASH 8u
+#define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
+
+#define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
+
+/* One KV head of a block: K side, V side, where it begins. */
+typedef struct tkvi_record {
+    tkvi_side k, v;
+    size_t at, v_at; /* byte offset of the record in the block, of its V side in the record */
+} tkvi_record;
+
+typedef struct tkvi_bytes { /* of a block, all heads */
+    size_t codes, metadata, total;
+} tkvi_bytes;
+
+/* A block's bytes in one pair of formats: the same for every block that names it. Where heads share a layer's bytes,
+ * each layer has codings of its own, one for each version of its table; all of them have one size. */
+typedef struct tkvi_coding {
+    tkv_pair pair;
+    int key;             /* of the shape: the pair and the room */
+    int tokens;          /* room: 64, or the sinks */
+    int size_class;      /* into classes */
+    tkvi_bytes bytes;    /* all heads */
+    tkvi_record *record; /* [n_kv_heads]; heads may differ */
+} tkvi_coding;
+
+/* Blocks of one size share pages that are cut into slots of that size. */
+typedef struct tkvi_class {
+    size_t slot_bytes;
+    int slots; /* per page, at most 64 */
+} tkvi_class;
+
+/* What one level of the ladder says of a layer. */
+typedef struct tkvi_rule {
+    int hot, warm; /* tokens */
+    int key[TKV_TIER_COUNT];
+    int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
+    int shared[TKV_TIER_COUNT]; /* 1: needs a table */
+} tkvi_rule;
+
+typedef struct tkvi_plan {
+    int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
+    int sink, window; /* tokens; window 0: none */
+    int keep;         /* widest window of all layers that read this one's blocks; 0: none */
+    int sink_coding;
+    tkvi_rule now; /* of the level that the cache is at */
+    int allocates,
+        kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
+    int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
+} tkvi_plan;
+
+/* Do blocks of this layer need a table, at any level? */
+static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || p->kvquant; }
+
+#define TKVI_VERSIONS 4 /* of a layer's table that blocks can be coded with */
+
+/* What can be said of a config without any memory: pairs in use, sizes of blocks, classes, the page. */
+#define TKVI_MAX_LAYERS 4096
+#define TKVI_MAX_CODINGS 128
+
+typedef struct tkvi_key {
+    tkv_pair pair;
+    int tokens;
+} tkvi_key;
+
+typedef struct tkvi_shape {
+    tkv_config cfg; /* with defaults filled in */
+    int n_keys, n_classes;
+    int n_codings; /* one for each key, then those of single layers */
+    int any_shared, any_rotated, any_squat, any_kvquant;
+    int any_kvquant_keys; /* KVQUANT formats hold keys */
+    int n_stored;         /* layers with blocks of their own */
+    int n_levels;         /* of the ladder */
+    int spare;            /* pages that recoding needs under a budget; 0: there is none */
+    tkv_level ladder[TKV_MAX_LEVELS];
+    size_t hot_record; /* bytes of one head of a block of the hot tier, the widest layer's */
+    tkvi_key key[TKVI_MAX_CODINGS];
+    tkvi_bytes bytes[TKVI_MAX_CODINGS];
+    int class_of[TKVI_MAX_CODINGS];
+    tkvi_class size_class[TKVI_MAX_CODINGS];
+    size_t page_bytes;
+} tkvi_shape;
+
+/* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
+typedef struct tkvi_version {
+    uint8_t *bytes;      /* NULL: not yet */
+    tkvi_record *record; /* of all codings of this version [...][n_kv_heads] */
+    /* where heads share: */
+    tkvi_head *head;               /* [n_layers][n_kv_heads], with their arrays: */
+    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
+    float *mean;                   /* the same */
+    /* where KVQUANT formats are: */
+    tkvi_kvquant *kvquant; /* [n_layers] */
+    float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
+} tkvi_version;
+
+/* Everything derived from a config, in the cache's fixed piece. */
+typedef struct tkvi_tables {
+    tkv_config cfg; /* with defaults filled in; `layers` is not kept */
+    int n_keys, n_codings, n_classes;
+    int any_shared, any_kvquant;
+    size_t page_bytes;
+    tkvi_plan *plan;     /* [n_layers] */
+    tkvi_rule *rule;     /* [n_layers][n_levels] */
+    int n_levels, level; /* of the ladder, and where the cache is */
+    int spare;           /* pages that recoding needs under a budget */
+    tkvi_coding *coding; /* [n_codings] */
+    tkvi_class *size_class;
+    tkvi_version version[TKVI_VERSIONS];
+    size_t version_bytes; /* of each; 0: no layer needs tables */
+    int *split;           /* [n_kv_heads] work space; NULL where no heads share */
+    int8_t *current;      /* [n_layers] version that is coded with now; -1: none yet */
+    tkvi_rope *rope;      /* NULL where no KVQUANT format is */
+    int any_rotated;      /* a V format of these is rotated */
+} tkvi_tables;
+
+/* The coding that blocks of this layer's tier get now. */
+static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+    const tkvi_rule *r = &t->plan[layer].now;
+    return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
+}
+
+/* What the levels say of a layer, n_levels of them. */
+static tkvi_rule *tkvi_rules_of(const tkvi_tables *t, int layer) {
+    return t->rule + (size_t)layer * (size_t)t->n_levels;
+}
+
+/* All layers go by this level of the ladder. */
+static void tkvi_take_level(tkvi_tables *t, int level) {
+    int i;
+    t->level = level;
+    for (i = 0; i < t->cfg.n_layers; i++)
+        if (t->plan[i].stored == i) t->plan[i].now = tkvi_rules_of(t, i)[level];
+}
+
+/* >>validate */
+static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_say(&t, field);
+    tkvi_say(&t, " is ");
+    tkvi_say_int(&t, value);
+    tkvi_say(&t, "; ");
+    tkvi_say(&t, want);
+    return TKV_ERR_CONFIG;
+}
+
+/* The same for a field of layers[i] (i >= 0). */
+static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *field, int64_t value,
+                              const char *want) {
+    char name[64];
+    tkvi_text t = tkvi_text_begin(name, sizeof name);
+    if (layer >= 0) {
+        tkvi_say(&t, "layers[");
+        tkvi_say_int(&t, layer);
+        tkvi_say(&t, "].");
+    }
+    tkvi_say(&t, field);
+    return tkvi_bad(reason, size, name, value, want);
+}
+
+/* Fields that a layer can override, checked for the cache (layer -1) and for each layer. */
+static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, int layer, char *reason, size_t size) {
+    static const char *const pair_name[TKV_TIER_COUNT][2] = {
+        {"hot.k", "hot.v"}, {"warm.k", "warm.v"}, {"archive.k", "archive.v"}};
+    const tkv_pair *pair[TKV_TIER_COUNT];
+    int i, side;
+    pair[TKV_HOT] = &c->hot;
+    pair[TKV_WARM] = &c->warm;
+    pair[TKV_ARCHIVE] = &c->archive;
+    for (i = 0; i < TKV_TIER_COUNT; i++)
+        for (side = 0; side < 2; side++) {
+            tkv_format f = side ? pair[i]->v : pair[i]->k;
+            if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   "it must be a tkv_format");
+            if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   side ? "this format stores K only" : "this format stores V only");
+            if (i == TKV_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
+                return tkvi_bad_in(reason, size, layer, pair_name[i][side], (int)f,
+                                   "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
+        }
+    if (c->sink_tokens < TKV_NONE || c->sink_tokens > TKVI_BLOCK)
+        return tkvi_bad_in(reason, size, layer, "sink_tokens", c->sink_tokens,
+                           "it must be 1 to 64, 0 (default) or TKV_NONE");
+    if (c->hot_tokens < TKV_ALL || c->hot_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, layer, "hot_tokens", c->hot_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
+    if (c->warm_tokens < TKV_ALL || c->warm_tokens > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, layer, "warm_tokens", c->warm_tokens,
+                           "it must be 1 to 2^30 - 1, 0 (default), TKV_NONE or TKV_ALL");
+    if (c->window < TKV_NONE || c->window > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, layer, "window", c->window,
+                           "it must be 1 to 2^30 - 1, 0 (default) or TKV_NONE");
+    return TKV_OK;
+}
+
+static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
+    tkv_layer_config c;
+    memset(&c, 0, sizeof c);
+    c.hot = cfg->hot;
+    c.warm = cfg->warm;
+    c.archive = cfg->archive;
+    c.sink_tokens = cfg->sink_tokens;
+    c.hot_tokens = cfg->hot_tokens;
+    c.warm_tokens = cfg->warm_tokens;
+    c.window = cfg->window;
+    return c;
+}
+
+static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
+    int i, cached = 0;
+    for (i = 0; i < cfg->n_layers; i++) {
+        const tkv_layer_config *c = &cfg->layers[i];
+        tkv_status st = tkvi_validate_tiers(c, i, reason, size);
+        if (st) return st;
+        if (c->no_cache != 0 && c->no_cache != 1)
+            return tkvi_bad_in(reason, size, i, "no_cache", c->no_cache, "it must be 0 or 1");
+        if (c->share_kv < 0 || c->share_kv > i)
+            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+                               "it must be 0, or 1 + the index of an earlier layer");
+        if (c->share_kv &&
+            (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
+            return tkvi_bad_in(reason, size, i, "share_kv", c->share_kv,
+                               "both layers need a cache, and the other one its own");
+        cached += !c->no_cache;
+    }
+    if (!cached)
+        return tkvi_bad(reason, size, "layers", cfg->n_layers, "at least one layer must have a cache");
+    return TKV_OK;
+}
+
+TKV_API tkv_config tkv_config_default(void) {
+    tkv_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    return cfg;
+}
+
+TKV_API size_t tkv_config_size(void) { return sizeof(tkv_config); }
+
+/* >>resolve */
+static int tkvi_length(int of_layer, int of_cache, int standard) {
+    int n = of_layer ? of_layer : of_cache ? of_cache : standard;
+    return n == TKV_NONE ? 0 : n == TKV_ALL ? TKVI_FOREVER : n;
+}
+
+static tkv_pair tkvi_pair(tkv_pair of_layer, tkv_pair of_cache, tkv_format k, tkv_format v) {
+    tkv_pair p;
+    p.k = of_layer.k ? of_layer.k : of_cache.k ? of_cache.k : k;
+    p.v = of_layer.v ? of_layer.v : of_cache.v ? of_cache.v : v;
+    return p;
+}
+
+/* One layer's lengths and pairs at a level of the ladder; `pair` gets hot, warm, archive. What the layer says of itself
+ * holds at every level. */
+static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int layer, tkv_pair *pair) {
+    tkv_layer_config wide = tkvi_cache_wide(cfg), none;
+    const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : &none;
+    tkvi_plan p;
+    memset(&p, 0, sizeof p);
+    memset(&none, 0, sizeof none);
+    p.stored = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
+    p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
+    p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
+    p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
+    p.window = tkvi_length(c->window, wide.window, TKV_NONE);
+    wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
+    wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
+    pair[TKV_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
+    pair[TKV_WARM] = tkvi_pair(c->warm, wide.warm, TKV_A40, TKV_R40);
+    pair[TKV_ARCHIVE] = tkvi_pair(c->archive, wide.archive, TKV_A30, TKV_R30);
+    return p;
+}
+
+static void tkvi_fill_defaults(tkv_config *cfg) {
+    if (!cfg->n_kv_heads) cfg->n_kv_heads = cfg->n_heads;
+    if (!cfg->v_head_dim) cfg->v_head_dim = cfg->head_dim;
+    if (!(cfg->scale > 0.0f)) cfg->scale = (float)(1.0 / sqrt((double)cfg->head_dim));
+    if (!cfg->max_seqs) cfg->max_seqs = 1;
+    if (!cfg->max_append) cfg->max_append = 512;
+    if (!cfg->group_size) cfg->group_size = 64;
+    if (!cfg->allocation_unit) cfg->allocation_unit = 4;
+    if (!cfg->squat_block) cfg->squat_block = 16;
+    if (!cfg->subspaces) cfg->subspaces = 4;
+    if (!cfg->max_tokens) cfg->max_tokens = TKVI_FOREVER;
+    if (!cfg->quality_tokens) cfg->quality_tokens = 2048;
+#if !defined(__GNUC__) && !defined(__clang__)
+    cfg->quality_heads = 0; /* without atomics nobody may add (cache/meter.h) */
+#endif
+}
+
+/* >>ladder. Without one of the caller's: under a budget exact at first, then as tight as must be; without a budget the
+ * plan of the config alone. */
+static const tkv_level tkvi_ladder_exact = {
+    TKV_ALL, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+static const tkv_level tkvi_ladder_steps[] = {
+    {0, TKV_ALL, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {0, TKV_ALL, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0,
+     0,
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+};
+
+static int tkvi_levels_of(const tkv_config *cfg) {
+    const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    return cfg->ladder ? cfg->n_levels : cfg->budget_bytes ? 1 + steps : 1;
+}
+
+/* The policy for as many levels as there are: the last threshold serves the rest. */
+static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *full) {
+    tkv_policy_config p = cfg->policy;
+    int steps = tkvi_levels_of(cfg) - 1, i, any = 0, n;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(p.threshold[i]) != 0;
+    for (i = 0; i < 2 && !any; i++) p.threshold[i] = tkvi_profiles[0].cfg.threshold[i];
+    n = tkvi_policy_levels(&p);
+    for (i = n; i < TKV_MAX_LEVELS - 1; i++)
+        if (tkvi_bits(p.threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
+    for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
+    for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
+    if (steps == 0) { /* one level: nothing to decide */
+        if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
+        p.max_level = TKV_NONE;
+    }
+    return tkvi_policy_fill(&p, full);
+}
+
+static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
+    int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    h->n_levels = tkvi_levels_of(cfg);
+    memset(h->ladder, 0, sizeof h->ladder);
+    for (i = 0; i < h->n_levels && cfg->ladder; i++) h->ladder[i] = cfg->ladder[i];
+    if (cfg->ladder || !cfg->budget_bytes) return;
+    h->ladder[0] = tkvi_ladder_exact;
+    for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
+}
+
+/* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
+static int tkvi_find_key(tkvi_shape *h, tkv_pair pair, int tokens) {
+    int i;
+    for (i = 0; i < h->n_keys; i++)
+        if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
+    if (h->n_keys == TKVI_MAX_CODINGS) return -1;
+    h->key[h->n_keys].pair = pair;
+    h->key[h->n_keys].tokens = tokens;
+    return h->n_keys++;
+}
+
+/* `k` and `v`: what the layer's table says, or NULL. */
+static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_key key, const tkvi_share *k,
+                             const tkvi_share *v) {
+    tkvi_options o;
+    o.group = cfg->group_size;
+    o.fit = cfg->fit;
+    o.rotate = cfg->rotate;
+    o.center_k = cfg->center_k;
+    o.feedback_unit = cfg->squat_block;
+    o.parts = cfg->subspaces;
+    o.kvquant = cfg->kvquant;
+    o.tabled = 1;
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->head_dim, key.tokens, &o, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->v_head_dim, key.tokens, &o, v);
+    r->at = 0;
+    r->v_at = r->k.bytes;
+}
+
+static int tkvi_pair_allocates(tkv_pair p) { return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared; }
+
+static int tkvi_pair_kvquant(tkv_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+
+/* Bytes of all heads of a block. Shared ones: the layer's budget, whoever gets it. 0 if it is too much. */
+static int tkvi_key_bytes(const tkv_config *cfg, tkvi_key key, tkvi_bytes *b) {
+    tkvi_record r;
+    int64_t heads = cfg->n_kv_heads, k, v, meta, total;
+    tkvi_record_init(&r, cfg, key, NULL, NULL);
+    k = heads * (int64_t)r.k.code_bytes;
+    v = heads * (int64_t)r.v.code_bytes;
+    meta = heads * (int64_t)(r.k.meta_bytes + r.v.meta_bytes);
+    total = heads * (int64_t)(r.k.bytes + r.v.bytes);
+    if (tkvi_formats[key.pair.k].shared) {
+        total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->head_dim, r.k.pad);
+        k = (k + 63) / 64 * 64;
+        total += k;
+    }
+    if (tkvi_formats[key.pair.v].shared) {
+        total -= v;
+        v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
+        total += v;
+    }
+    if (total > (int64_t)(((size_t)-1 >> 1) / 5u)) return 0; /* a page is up to four of the largest blocks */
+    b->codes = (size_t)(k + v);
+    b->metadata = (size_t)meta;
+    b->total = (size_t)total;
+    return 1;
+}
+
+static int tkvi_slots_of(const tkvi_class *c, size_t page) {
+    size_t slots = page / c->slot_bytes;
+    return slots > 64 ? 64 : (int)slots;
+}
+
+/* Bytes without a block when each class has so many of them: the rests of full pages, and a page half empty. */
+static uint64_t tkvi_page_cost(const tkvi_class *classes, const int64_t *blocks, int n, int spare,
+                               size_t page) {
+    uint64_t cost = (uint64_t)spare * page;
+    int i;
+    for (i = 0; i < n; i++) {
+        int slots = tkvi_slots_of(&classes[i], page);
+        cost += (uint64_t)blocks[i] * (page - (size_t)slots * classes[i].slot_bytes) / (uint64_t)slots;
+        cost += blocks[i] ? page / 2 : 0;
+    }
+    return cost;
+}
+
+/* The page size: of all multiples of a slot, from the largest slot to four of them, the one that costs least. */
+static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, int n, int spare) {
+    size_t largest = 0, page, best = 0;
+    uint64_t best_cost = 0;
+    int i;
+    for (i = 0; i < n; i++) largest = classes[i].slot_bytes > largest ? classes[i].slot_bytes : largest;
+    for (i = 0; i < n; i++)
+        for (page = (largest + classes[i].slot_bytes - 1) / classes[i].slot_bytes * classes[i].slot_bytes;
+             page <= 4u * largest; page += classes[i].slot_bytes) {
+            uint64_t cost = tkvi_page_cost(classes, blocks, n, spare, page);
+            if (best == 0 || cost < best_cost || (cost == best_cost && page < best)) {
+                best = page;
+                best_cost = cost;
+            }
+        }
+    return best;
+}
+
+/* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
+static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkvi_rule *r, int64_t *blocks) {
+    int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
+    int64_t most[TKV_TIER_COUNT];
+    int tier;
+    most[TKV_HOT] = r->hot / TKVI_BLOCK + 1; /* the partial block too */
+    most[TKV_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    most[TKV_ARCHIVE] = TKVI_FOREVER;
+    if (p->sink) blocks[p->sink_coding]++;
+    for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
+        n = left < most[tier] ? left : most[tier];
+        blocks[r->key[tier]] += n;
+        left -= n;
+    }
+}
+
+/* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
+ * that takes everything. */
+static int tkvi_reached(const tkv_config *cfg, const tkvi_rule *r, int tier) {
+    if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
+    return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
+}
+
+/* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
+static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_rule *r) {
+    tkv_pair pair[TKV_TIER_COUNT];
+    int tier, fits = 1;
+    *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        r->key[tier] = r->coding[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        fits &= r->coding[tier] >= 0;
+        h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
+        if (!tkvi_reached(&h->cfg, r, tier)) continue;
+        p->allocates |= tkvi_pair_allocates(pair[tier]);
+        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
+        h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
+        r->shared[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
+        p->squat |= tkvi_is_squat(pair[tier].k);
+    }
+    return fits;
+}
+
+/* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
+static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule *rule) {
+    tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
+    int level, other, fits = 1;
+    *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
+    if (p->stored != layer)
+        return TKV_OK; /* reads another layer's blocks, or none; only its window is its own */
+    p->keep = p->window;
+    for (other = layer + 1; h->cfg.layers && p->keep && other < h->cfg.n_layers; other++)
+        if (h->cfg.layers[other].share_kv == layer + 1) {
+            int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
+            p->keep = window && window < p->keep ? p->keep : window;
+        }
+    for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
+    p->now = rule[h->cfg.policy.min_level];
+    p->sink_coding =
+        p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
+    fits &= p->sink_coding >= 0;
+    h->any_squat |= p->squat;
+    h->any_shared |= p->allocates;
+    h->any_kvquant |= p->kvquant;
+    return fits ? TKV_OK : TKV_ERR_CONFIG;
+}
+
+/* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
+static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
+    int at, before;
+    for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
+        tkvi_rule *r = &rule[at / TKV_TIER_COUNT];
+        const int tier = at % TKV_TIER_COUNT;
+        if (tier == TKV_HOT || !r->shared[tier]) continue;
+        for (before = 0; before < at; before++) {
+            const tkvi_rule *b = &rule[before / TKV_TIER_COUNT];
+            if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
+        }
+        if (before < at) {
+            r->coding[tier] = rule[before / TKV_TIER_COUNT].coding[before % TKV_TIER_COUNT];
+            continue;
+        }
+        r->coding[tier] = *next;
+        *next += TKVI_VERSIONS;
+    }
+}
+
+/* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
+static int tkvi_spare_of(tkvi_shape *h) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
+    int level, most = 1, i, c, tier;
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        for (level = 0; level < h->n_levels && p.stored == i; level++)
+            for (tier = TKV_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
+                opens[level][h->class_of[rule[level].key[tier]]] = 1;
+    }
+    for (level = 0; level < h->n_levels; level++) {
+        int n = 0;
+        for (c = 0; c < h->n_classes; c++) n += opens[level][c];
+        most = tkvi_max(most, n);
+    }
+    return most;
+}
+
+/* The config must be valid. */
+static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
+    int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
+    int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    tkvi_plan p;
+    memset(h, 0, sizeof *h);
+    h->cfg = *cfg;
+    tkvi_fill_defaults(&h->cfg);
+    tkvi_ladder_of(cfg, h);
+    (void)tkvi_policy_for(cfg, &h->cfg.policy);
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
+        if (p.stored != i) continue;
+        tkvi_own_codings(rule, h->n_levels, &h->n_codings);
+        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
+        hot[p.now.key[TKV_HOT]] = 1;
+        h->n_stored++;
+    }
+    h->n_codings += h->n_keys;
+    if (h->n_codings > 0xffff) return TKV_ERR_CONFIG;
+    if ((h->any_shared || h->any_kvquant) &&
+        (uint64_t)h->cfg.n_layers * (uint64_t)h->cfg.n_kv_heads > ((size_t)-1 >> 16))
+        return TKV_ERR_CONFIG; /* a table has at most some 8 KB of each head */
+    for (i = 0; i < h->n_keys; i++) {
+        if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
+        for (c = 0; c < h->n_classes; c++)
+            if (h->size_class[c].slot_bytes == h->bytes[i].total) break;
+        h->size_class[c].slot_bytes = h->bytes[i].total;
+        if (c == h->n_classes) h->n_classes++;
+        h->class_of[i] = c;
+        of_class[c] += of_key[i];
+        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->cfg.n_kv_heads;
+    }
+    for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
+        of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
+    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
+    h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
+    for (c = 0; c < h->n_classes; c++)
+        h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
+    return TKV_OK;
+}
+
+/* Of a number in a sentence, the part before the point. */
+static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
+
+static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
+    int i;
+    for (i = 0; i < cfg->n_levels; i++) {
+        tkv_layer_config c;
+        tkv_status st;
+        char why[160];
+        memset(&c, 0, sizeof c);
+        c.hot_tokens = cfg->ladder[i].hot_tokens;
+        c.warm_tokens = cfg->ladder[i].warm_tokens;
+        c.warm = cfg->ladder[i].warm;
+        c.archive = cfg->ladder[i].archive;
+        st = tkvi_validate_tiers(&c, -1, why, sizeof why);
+        if (st) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "ladder[");
+            tkvi_say_int(&t, i);
+            tkvi_say(&t, "].");
+            tkvi_say(&t, why);
+            return st;
+        }
+    }
+    return TKV_OK;
+}
+
+/* Anchors live with the sinks, and by themselves leave no window. */
+static const char *tkvi_anchor_fault(const tkv_config *cfg) {
+    tkv_pair unused[TKV_TIER_COUNT];
+    tkv_level none;
+    int i;
+    memset(&none, 0, sizeof none);
+    for (i = 0; i < cfg->n_layers; i++) {
+        const tkvi_plan p = tkvi_resolve(cfg, &none, i, unused);
+        if (p.stored < 0) continue;
+        if (p.window) return "it must be 0 where a layer has a window";
+        if (p.stored == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
+        if (p.sink + cfg->n_anchors > 32) return "it must be at most 32 less the sinks";
+    }
+    return NULL;
+}
+
+/* What must be right before a config is used for anything. */
+static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
+    if (cfg->start_canary || cfg->end_canary)
+        return tkvi_bad(
+            reason, size, cfg->start_canary ? "start_canary" : "end_canary", 1,
+            "it must be 0: fill the config with zeros before setting fields, and use one header everywhere");
+    if (!cfg->allocator.alloc != !cfg->allocator.release)
+        return tkvi_bad(reason, size, "allocator", cfg->allocator.alloc ? 1 : 0,
+                        "alloc and release must both be set, or neither");
+    return TKV_OK;
+}
+
+/* Every field; the shape is that of the valid config. */
+static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+    const char *wrong, *field;
+    float value;
+    tkv_layer_config wide;
+    tkv_status st;
+    if (reason && size) *reason = 0;
+    if (!cfg) return TKV_ERR_ARG;
+#define TKVI_RANGE_(field, lo, hi, want)                                                                     \
+    if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
+    st = tkvi_validate_host(cfg, reason, size);
+    if (st) return st;
+    TKVI_RANGE_(n_layers, 1, TKVI_MAX_LAYERS, "it must be 1 to 4096");
+    TKVI_RANGE_(n_heads, 1, 65536, "it must be 1 to 65536");
+    TKVI_RANGE_(n_kv_heads, 0, 65536, "it must be 1 to 65536, or 0 for as many as n_heads");
+    if (cfg->n_kv_heads && cfg->n_heads % cfg->n_kv_heads)
+        return tkvi_bad(reason, size, "n_heads", cfg->n_heads, "it must be a multiple of n_kv_heads");
+    TKVI_RANGE_(head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
+    TKVI_RANGE_(v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for head_dim");
+    if (!tkvi_is_finite(cfg->scale) || cfg->scale < 0.0f)
+        return tkvi_bad(reason, size, "scale", tkvi_whole(cfg->scale),
+                        "it must be a positive number, or 0 for 1/sqrt(head_dim)");
+    TKVI_RANGE_(max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
+    TKVI_RANGE_(max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
+    TKVI_RANGE_(max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    if (cfg->group_size != 0 && cfg->group_size != 32 && cfg->group_size != 64)
+        return tkvi_bad(reason, size, "group_size", cfg->group_size, "it must be 64 or 32");
+    if (cfg->allocation_unit != 0 && cfg->allocation_unit != 4 && cfg->allocation_unit != 16)
+        return tkvi_bad(reason, size, "allocation_unit", cfg->allocation_unit, "it must be 4 or 16");
+    if (tkvi_bad_fit(cfg->fit))
+        return tkvi_bad(reason, size, "fit", cfg->fit,
+                        "it must be bits of tkv_fit, NORM and UNBIASED not together");
+    TKVI_RANGE_(rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
+    TKVI_RANGE_(center_k, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(remat, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
+    TKVI_RANGE_(kvquant, 0, 15, "it must be bits of tkv_kvquant");
+    wrong = tkvi_rope_fault(&cfg->rope, cfg->head_dim, &field, &value);
+    if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
+    if (cfg->squat_block != 0 && cfg->squat_block != 16 && cfg->squat_block != 64)
+        return tkvi_bad(reason, size, "squat_block", cfg->squat_block, "it must be 16 or 64");
+    if ((unsigned)cfg->nonfinite > TKV_NONFINITE_SATURATE)
+        return tkvi_bad(reason, size, "nonfinite", (int)cfg->nonfinite, "it must be a tkv_nonfinite");
+    TKVI_RANGE_(precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(quality_heads, 0, TKV_QUALITY_HEADS, "it must be 1 to 64, or 0 for no meter");
+    if (cfg->quality_tokens != 0 &&
+        (cfg->quality_tokens < 2 * TKVI_BLOCK || cfg->quality_tokens > TKVI_FOREVER))
+        return tkvi_bad(reason, size, "quality_tokens", cfg->quality_tokens,
+                        "it must be 128 to 2^30 - 1, or 0 for 2048");
+    TKVI_RANGE_(n_levels, 0, TKV_MAX_LEVELS, "it must be 1 to 8, the entries of ladder");
+    if (!cfg->ladder != !cfg->n_levels)
+        return tkvi_bad(reason, size, "n_levels", cfg->n_levels,
+                        "ladder and n_levels must both be set, or neither");
+    TKVI_RANGE_(quality_every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
+    TKVI_RANGE_(evict_tokens, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
+    TKVI_RANGE_(importance_every, 0, TKVI_FOREVER,
+                "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
+    {
+        tkv_evict_config evict;
+        tkv_importance_config importance;
+        if (!tkvi_evict_fill(&cfg->evict, &evict))
+            return tkvi_bad(reason, size, "evict", (int)cfg->evict.kind, "one of its fields is out of range");
+        if (!tkvi_importance_fill(&cfg->importance, &importance))
+            return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
+                            "one of its fields is out of range");
+    }
+    if ((unsigned)cfg->isa >= TKV_ISA_COUNT)
+        return tkvi_bad(reason, size, "isa", (int)cfg->isa, "it must be a tkv_isa");
+#undef TKVI_RANGE_
+    if (!cfg->spill.store != !cfg->spill.fetch)
+        return tkvi_bad(reason, size, "spill.store", cfg->spill.store ? 1 : 0,
+                        "store and fetch must both be set, or neither");
+    if (cfg->spill.keep_exact < 0 || cfg->spill.keep_exact > 1)
+        return tkvi_bad(reason, size, "spill.keep_exact", cfg->spill.keep_exact, "it must be 0 or 1");
+    wide = tkvi_cache_wide(cfg);
+    st = tkvi_validate_tiers(&wide, -1, reason, size);
+    if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
+    if (!st && cfg->ladder) st = tkvi_validate_ladder(cfg, reason, size);
+    if (!st) {
+        tkv_policy_config full;
+        wrong = tkvi_policy_for(cfg, &full);
+        if (wrong) {
+            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+            tkvi_say(&t, "policy: ");
+            tkvi_say(&t, wrong);
+            return TKV_ERR_CONFIG;
+        }
+    }
+    if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
+        return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
+    if (!st && tkvi_shape_of(cfg, shape))
+        return tkvi_bad(reason, size, "layers", cfg->n_layers,
+                        "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
+    if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
+        return tkvi_bad(reason, size, "rope.dim", 0,
+                        "KVQUANT codes keys as before RoPE: set rope to the model's, or kvquant to "
+                        "TKV_KVQUANT_POST_ROPE for keys as they come");
+    if (!st && cfg->spill.store) { /* attention has a piece of it on its stack */
+        int i;
+        for (i = 0; i < shape->n_keys; i++) {
+            tkvi_record r;
+            tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
+            if (r.k.bytes > TKVI_SPILL_SIDE || r.v.bytes > TKVI_SPILL_SIDE)
+                return tkvi_bad(
+                    reason, size, "spill.store", 1,
+                    "heads of more than 128 channels in F32 are too large to be spilled: take F16");
+        }
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_shape shape;
+    return tkvi_validate(cfg, &shape, reason, size);
+}
+
+/* >>tables: pieces of one stretch of memory, each at a multiple of 64 bytes */
+typedef struct tkvi_table_sizes {
+    size_t plan, rule, coding, size_class, record, split, current, rope;
+} tkvi_table_sizes;
+
+static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
+    size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
+    s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
+    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_rule));
+    s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
+    s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
+    s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
+    s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
+    s->current = tkvi_align_up(layers);
+    s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
+}
+
+static size_t tkvi_tables_bytes(const tkvi_shape *h) {
+    tkvi_table_sizes s;
+    return tkvi_table_sizes_of(h, &s);
+}
+
+/* The same of a version: `own` codings are of single layers. */
+typedef struct tkvi_version_sizes {
+    size_t record, head, channel, mean, kvquant, range;
+} tkvi_version_sizes;
+
+static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
+                                    tkvi_version_sizes *s) {
+    size_t layers = (size_t)cfg->n_layers, heads = (size_t)cfg->n_kv_heads;
+    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->head_dim, 16);
+    s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
+    s->head = tkvi_align_up(sets * sizeof(tkvi_head));
+    s->channel = tkvi_align_up(sets * pad);
+    s->mean = tkvi_align_up(sets * pad * sizeof(float));
+    s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
+    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->head_dim * sizeof(float)) : 0;
+    return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
+}
+
+static size_t tkvi_version_bytes(const tkvi_shape *h) {
+    tkvi_version_sizes s;
+    return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
+                                 h->any_kvquant, &s);
+}
+
+/* A version moves into a cleared piece of version_bytes. */
+static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
+    tkvi_version *v = &t->version[version];
+    tkvi_version_sizes s;
+    int own = (t->n_codings - t->n_keys) / TKVI_VERSIONS, i;
+    size_t heads = (size_t)t->cfg.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.head_dim, 16), n;
+    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
+    v->bytes = mem;
+    v->record = (tkvi_record *)(void *)mem;
+    mem += s.record;
+    for (i = 0; i < own; i++)
+        t->coding[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
+    if (t->any_shared) {
+        v->head = (tkvi_head *)(void *)mem;
+        v->importance = mem + s.head;
+        v->channel = v->importance + s.channel;
+        v->mean = (float *)(void *)(v->channel + s.channel);
+        for (n = 0; n < (size_t)t->cfg.n_layers * heads; n++) {
+            v->head[n].importance = v->importance + n * pad;
+            v->head[n].order = v->channel + n * pad;
+            v->head[n].mean = v->mean + n * pad;
+        }
+    }
+    mem += s.head + 2 * s.channel + s.mean;
+    if (!t->any_kvquant) return;
+    v->kvquant = (tkvi_kvquant *)(void *)mem;
+    v->kvquant_range = (float *)(void *)(mem + s.kvquant);
+}
+
+/* The heads of one version of a layer's table. */
+static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
+}
+
+static void tkvi_coding_init(tkvi_coding *c, const tkvi_shape *h, int key) {
+    c->key = key;
+    c->pair = h->key[key].pair;
+    c->tokens = h->key[key].tokens;
+    c->size_class = h->class_of[key];
+    c->bytes = h->bytes[key];
+}
+
+/* Records of a coding, by what the heads' table says (NULL: equal shares). */
+static void tkvi_coding_share(const tkvi_tables *t, tkvi_coding *c, const tkvi_head *heads) {
+    const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
+    const tkv_config *cfg = &t->cfg;
+    int head, pad = tkvi_round_up(cfg->head_dim, 16), n = cfg->n_kv_heads, unit = cfg->allocation_unit / 4;
+    tkvi_key key;
+    size_t at = 0;
+    key.pair = c->pair;
+    key.tokens = c->tokens;
+    tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    for (head = 1; head < n; head++) c->record[head] = c->record[0];
+    if (heads && k->shared) {
+        tkvi_share_k(heads, n, k->bits, cfg->head_dim, pad, unit, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            tkvi_runs_of(&heads[head], pad, unit, t->split[head], &share.runs);
+            share.top = heads[head].k_top;
+            share.order = heads[head].order;
+            share.mean = heads[head].mean;
+            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    if (heads && v->shared) {
+        tkvi_share_v(heads, n, v->bits, t->split);
+        for (head = 0; head < n; head++) {
+            tkvi_share share;
+            memset(&share, 0, sizeof share);
+            share.half_bits = t->split[head];
+            share.top = heads[head].v_top;
+            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->v_head_dim, cfg->group_size, c->tokens, &share);
+        }
+    }
+    for (head = 0; head < n; head++) {
+        tkvi_record *r = &c->record[head];
+        r->at = at;
+        r->v_at = r->k.bytes;
+        at += r->k.bytes + r->v.bytes;
+    }
+}
+
+static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int version) {
+    return t->version[version].kvquant + layer;
+}
+
+/* Of a head: the radius of each channel, then its middle. */
+static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
+    size_t set = (size_t)layer * (size_t)t->cfg.n_kv_heads + (size_t)head;
+    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.head_dim;
+}
+
+/* NULL: keys are coded as they come. */
+static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
+    return t->rope->pairs && !(t->cfg.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
+}
+
+/* KVQUANT sides of a coding get a version of the layer's table. */
+static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer, int version) {
+    int head;
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        tkvi_record *r = &c->record[head];
+        r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
+        r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
+        r->k.middle = r->k.radius + t->cfg.head_dim;
+        r->k.rope = tkvi_kvquant_rope(t);
+    }
+}
+
+static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
+    tkvi_table_sizes s;
+    tkvi_record *record;
+    int i, n, v, next = h->n_keys;
+    (void)tkvi_table_sizes_of(h, &s);
+    t->cfg = h->cfg;
+    t->n_keys = h->n_keys;
+    t->n_codings = h->n_codings;
+    t->n_classes = h->n_classes;
+    t->any_shared = h->any_shared;
+    t->any_kvquant = h->any_kvquant;
+    t->version_bytes = tkvi_version_bytes(h);
+    t->page_bytes = h->page_bytes;
+    t->any_rotated = h->any_rotated;
+    t->n_levels = h->n_levels;
+    t->spare = h->spare;
+    t->plan = (tkvi_plan *)(void *)mem;
+    t->rule = (tkvi_rule *)(void *)(mem += s.plan);
+    t->coding = (tkvi_coding *)(void *)(mem += s.rule);
+    t->size_class = (tkvi_class *)(void *)(mem += s.coding);
+    record = (tkvi_record *)(void *)(mem += s.size_class);
+    mem += s.record;
+    t->split = h->any_shared ? (int *)(void *)mem : NULL;
+    t->current = (int8_t *)(mem += s.split);
+    memset(t->current, -1, (size_t)h->cfg.n_layers);
+    if (h->any_kvquant) {
+        t->rope = (tkvi_rope *)(void *)(mem + s.current);
+        tkvi_rope_make(t->rope, &h->cfg.rope);
+    }
+    for (i = 0; i < h->n_keys; i++) t->coding[i].record = record + (size_t)i * (size_t)h->cfg.n_kv_heads;
+    for (i = 0; i < h->n_keys; i++) tkvi_coding_init(&t->coding[i], h, i);
+    for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
+    for (i = 0; i < h->cfg.n_layers; i++) {
+        tkvi_plan *p = &t->plan[i];
+        tkvi_rule *rule = tkvi_rules_of(t, i);
+        (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
+        if (p->stored != i) continue;
+        tkvi_own_codings(rule, h->n_levels, &next);
+        for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
+            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].shared[n % TKV_TIER_COUNT]; v++)
+                tkvi_coding_init(&t->coding[rule[n / TKV_TIER_COUNT].coding[n % TKV_TIER_COUNT] + v], h,
+                                 rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
+    }
+    tkvi_take_level(t, h->cfg.policy.min_level);
+    for (i = 0; i < h->n_keys; i++)
+        tkvi_coding_share(t, &t->coding[i], NULL); /* the others wait for tables */
+    t->cfg.layers = NULL;
+    t->cfg.ladder = NULL;
+    t->cfg.rope.frequencies = NULL;
+}
+
+#endif /* TKVI_CACHE_PLAN_H */

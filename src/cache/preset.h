@@ -1,0 +1,83 @@
+/*
+ * cache/preset.h - plans by name: a table, those of other designs with their numbers; and the tier of an age. What
+ * the first seven cost and give is in bench/QUALITY.md. May call plan.
+ */
+#ifndef TKVI_CACHE_PRESET_H
+#define TKVI_CACHE_PRESET_H
+
+#include "cache/plan.h"
+
+typedef struct tkvi_preset {
+    const char *name;
+    int below; /* rows of one name: the first one whose number is above cfg.max_tokens; 0: any */
+    int hot_tokens, warm_tokens;
+    tkv_pair warm, archive;
+} tkvi_preset;
+
+static const tkvi_preset tkvi_presets[] = {
+    {"quality", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {"balanced", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
+    {"compact", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {"extreme", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+    {"kivi", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"squat", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"kvquant-3", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    /* RuvLLM's: ADR-004, then the profiles of its code */
+    {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"adr", 0, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"small", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"long_context", 0, 64, 960, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"large_context", 0, 128, 896, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
+    {"extreme_context", 0, 256, 1792, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {"memory_optimized", 0, 32, 224, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    /* akv-cache's: three tiers, then two (everything behind the tail is archive here) */
+    {"akv", 0, 1024, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"akv_quality", 0, 2048, 2048, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"aggressive", 0, 512, 4096, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+    {"k4v4", 0, 256, TKV_NONE, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}},
+    {"k4v3", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI3}, {TKV_KIVI4, TKV_KIVI3}},
+    {"k4v2", 0, 128, TKV_NONE, {TKV_KIVI4, TKV_KIVI2}, {TKV_KIVI4, TKV_KIVI2}},
+    {"k3v3", 0, 128, TKV_NONE, {TKV_KIVI3, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI3}},
+    {"k2v2", 0, 64, TKV_NONE, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}},
+};
+
+#define TKVI_PRESETS ((int)(sizeof tkvi_presets / sizeof *tkvi_presets))
+
+TKV_API const char *tkv_preset_name(int i) {
+    int row;
+    for (row = 0; row < TKVI_PRESETS && i >= 0; row++) {
+        int again = row > 0 && strcmp(tkvi_presets[row].name, tkvi_presets[row - 1].name) == 0;
+        if (!again && i-- == 0) return tkvi_presets[row].name;
+    }
+    return NULL;
+}
+
+TKV_API tkv_status tkv_config_preset(tkv_config *cfg, const char *name) {
+    int i;
+    for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
+        int below = tkvi_presets[i].below;
+        if (strcmp(name, tkvi_presets[i].name) != 0) continue;
+        if (below && (cfg->max_tokens == 0 || cfg->max_tokens >= below)) continue;
+        cfg->sink_tokens = 0; /* 4, and below 0 is 64, 448 */
+        cfg->hot_tokens = tkvi_presets[i].hot_tokens;
+        cfg->warm_tokens = tkvi_presets[i].warm_tokens;
+        cfg->hot.k = cfg->hot.v = TKV_FORMAT_DEFAULT;
+        cfg->warm = tkvi_presets[i].warm;
+        cfg->archive = tkvi_presets[i].archive;
+        return TKV_OK;
+    }
+    return TKV_ERR_ARG;
+}
+
+TKV_API tkv_tier tkv_tier_for_age(const tkv_config *cfg, int age) {
+    const int hot = tkvi_length(cfg ? cfg->hot_tokens : 0, 0, 64);
+    const int warm = tkvi_length(cfg ? cfg->warm_tokens : 0, 0, 448);
+    if (age < hot) return TKV_HOT;
+    return (int64_t)age < (int64_t)hot + warm ? TKV_WARM : TKV_ARCHIVE;
+}
+
+#endif /* TKVI_CACHE_PRESET_H */

@@ -1,0 +1,174 @@
+/*
+ * core/allocate.h - who gets the bits: heads of a layer share its bytes, channels of a head share the head's.
+ *
+ * Greedy reverse water-filling: the next bit goes where it saves most, until the budget is spent. What a bit saves
+ * is weight * (D(b) - D(b + 1)), D the error of a unit Gaussian at b bits; here everything is the logarithm of that,
+ * in integers of 1/32 octave, so that the same table comes out on every machine. Gains fall along a channel's
+ * bits and along the sorted channels, so "all steps that save more than a level" is what greedy would take: the
+ * level is found by halving, whatever the number of heads.
+ *
+ *   K: weight of a tile = reach of its head * E[q_c^2] var(k_c), geometric mean of its channels;   0 .. 6 bits
+ *   V: weight of a head = its reach (how strongly it reads far tokens);                             1 .. 4 bits
+ *
+ * bench/QUALITY.md has what each of the two is worth. May call tile and base.
+ */
+#ifndef TKVI_CORE_ALLOCATE_H
+#define TKVI_CORE_ALLOCATE_H
+
+#include "core/tile.h"
+
+/* What is known of one KV head. */
+typedef struct tkvi_head {
+    int reach;                 /* log2, in 1/8 octaves: how strongly far tokens are read */
+    int k_weight;              /* the same, times the head's largest E[q_c^2] var(k_c) */
+    int k_top, v_top;          /* windows of logarithmic scales */
+    const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, at each position, falling; 0: no channel */
+    const uint8_t *order;      /* K: [pad] channel at each position */
+    const float *mean;         /* K: [pad] static mean at each position */
+} tkvi_head;
+
+/* Steps that an item can climb, each with what it saves per unit of cost (1/32 octave) and its cost. */
+typedef struct tkvi_ladder {
+    int steps;
+    int16_t gain[6];
+    uint8_t cost[6];
+} tkvi_ladder;
+
+/* D of uniform grids with the best clip: 1, .38, .125, .037, .0115, .0035, .001 (0 to 6 bits). */
+static const tkvi_ladder tkvi_ladder_k = {6, {-22, -63, -112, -169, -223, -277}, {1, 1, 1, 1, 1, 1}};
+/* D of rotated values: .363, .119, .037, .0115 (1 to 4 bits), .2 at one and a half; cost in half bits. */
+static const tkvi_ladder tkvi_ladder_v = {3, {-65, -115, -169, 0, 0, 0}, {2, 2, 2, 0, 0, 0}};
+static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, {1, 1, 2, 2, 0, 0}};
+
+#define TKVI_SCORE_NONE (-100000)
+
+/* Score of group i of a head's tiles (`unit` of them, 0: the head itself is the item). */
+static int tkvi_score(const tkvi_head *h, int unit, int i) {
+    int sum = 0, c;
+    if (unit == 0) return 4 * h->reach;
+    for (c = 0; c < 4 * unit; c++) sum += h->importance[4 * unit * i + c];
+    return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
+}
+
+/* Cost of all steps of a head that reach `level`. taken: NULL, or how many items climbed step k. */
+static int tkvi_climb(const tkvi_head *h, const tkvi_ladder *l, int unit, int items, int level, int *taken) {
+    int i, k, cost = 0;
+    if (taken) memset(taken, 0, 6 * sizeof *taken);
+    for (i = 0; i < items; i++) {
+        int score = tkvi_score(h, unit, i);
+        for (k = 0; k < l->steps && score + l->gain[k] >= level; k++) {
+            cost += l->cost[k] * tkvi_max(unit, 1);
+            if (taken) taken[k]++;
+        }
+    }
+    return cost;
+}
+
+#define TKVI_LEVEL_LOW (-24000) /* beyond any score: of a loaded table at most 4 * 4800 + 4 * 255 */
+#define TKVI_LEVEL_HIGH 24000
+
+/* The lowest level at which the heads, each up to `cap`, stay within the budget. */
+static int tkvi_find_level(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                           int cap, int64_t budget) {
+    int low = TKVI_LEVEL_LOW, high = TKVI_LEVEL_HIGH, h; /* high stays within, low - 1 may not */
+    while (low < high) {
+        int level = low + (high - low) / 2;
+        int64_t sum = 0;
+        for (h = 0; h < n_heads; h++)
+            sum += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        if (sum <= budget) high = level;
+        else low = level + 1;
+    }
+    return high;
+}
+
+/* Splits a budget among the heads: cost[h] each. Of what the steps just below the level would take, heads get equal
+ * parts, then a step each in their order; V has one item a head, whose steps are given whole, in order. */
+static void tkvi_split(const tkvi_head *heads, int n_heads, const tkvi_ladder *l, int unit, int items,
+                       int cap, int64_t budget, int *cost) {
+    int level = tkvi_find_level(heads, n_heads, l, unit, items, cap, budget), h, pass,
+        step = tkvi_max(unit, 1);
+    int64_t wanted = 0, left;
+    for (h = 0; h < n_heads; h++) {
+        cost[h] = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level, NULL));
+        budget -= cost[h];
+        wanted += tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+    }
+    left = budget;
+    for (pass = unit ? 0 : 2; pass < 3 && level > TKVI_LEVEL_LOW; pass++)
+        for (h = 0; h < n_heads && budget > 0; h++) {
+            int more = tkvi_min(cap, tkvi_climb(&heads[h], l, unit, items, level - 1, NULL)) - cost[h];
+            if (pass == 0) more = (int)(more * left / wanted);
+            if (pass == 1) more = tkvi_min(more, step);
+            more = (int)(more < budget ? more : budget) / step * step;
+            if (unit == 0 && (cost[h] + more) % 2 && (l->cost[0] == 2 || cost[h] + more > 2))
+                more--; /* half a step */
+            cost[h] += more;
+            budget -= more;
+        }
+}
+
+/* >>K */
+/* Tile bits of one head at equal shares: what remains of the average when the metadata are paid. */
+static int tkvi_head_budget(int quarters, int dim, int pad) {
+    return tkvi_max(0, (quarters * dim - pad) / 16);
+}
+
+/* Widths of one head's tiles for a number of tile bits. */
+static void tkvi_runs_of(const tkvi_head *h, int pad, int unit, int budget, tkvi_runs *runs) {
+    int items = pad / 4 / unit, taken[6], more[6], k, rest, level;
+    level = tkvi_find_level(h, 1, &tkvi_ladder_k, unit, items, 1 << 20, budget);
+    rest = budget - tkvi_climb(h, &tkvi_ladder_k, unit, items, level, taken);
+    (void)tkvi_climb(h, &tkvi_ladder_k, unit, items, level - 1, more);
+    for (k = 0; k < 6; k++) /* steps just below the level, as far as it goes, the widest tiles last */
+        for (; taken[k] < more[k] && rest >= unit; rest -= unit) taken[k]++;
+    memset(runs, 0, sizeof *runs);
+    for (k = 0; k < 6; k++) runs->n[k + 1] = (uint16_t)((taken[k] - (k < 5 ? taken[k + 1] : 0)) * unit);
+}
+
+/* Equal shares and equal channels: the first ones get what is left over. */
+static void tkvi_share_alike(int quarters, int dim, int pad, tkvi_runs *runs) {
+    uint8_t importance[TKV_MAX_HEAD_DIM];
+    tkvi_head h;
+    memset(&h, 0, sizeof h);
+    memset(importance, 0, sizeof importance);
+    memset(importance, 1, (size_t)dim);
+    h.importance = importance;
+    tkvi_runs_of(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), runs);
+}
+
+/* A layer's budget split among its heads, a head at most 4 bits a channel. Two tile bits make 64 bytes, so heads
+ * get even numbers of them; budget[h] are the results. */
+static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
+                         int *budget) {
+    int h, odd = 0;
+    tkvi_split(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
+               (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+    for (h = 0; h < n_heads; h++)
+        if (budget[h] % 2) {
+            budget[h] += odd ? -1 : 1;
+            odd = !odd;
+        }
+    for (h = n_heads - 1; h >= 0 && odd; h--) /* one came without a partner: what it got is taken back */
+        if (budget[h] >= 2) {
+            budget[h] -= 2;
+            odd = 0;
+        }
+}
+
+/* >>V: half bits of each head, from 1 bit up. */
+static void tkvi_share_v(const tkvi_head *heads, int n_heads, int quarters, int *half_bits) {
+    const tkvi_ladder *l = quarters < 8 ? &tkvi_ladder_v_low : &tkvi_ladder_v;
+    int h;
+    tkvi_split(heads, n_heads, l, 0, 1, 6, (int64_t)n_heads * (quarters - 4) / 2, half_bits);
+    for (h = 0; h < n_heads; h++) half_bits[h] += 2;
+}
+
+/* Bytes of codes that a layer's heads have together for 64 values of V; `pad` channels. */
+static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
+    int64_t bytes = (heads * (quarters - 4) / 2 + 2 * heads) * 4 * pad;
+    /* 16 channels without partners take two bits where the others take one and a half */
+    return quarters < 8 && pad / 16 % 2 ? bytes + heads * 64 : bytes;
+}
+
+#endif /* TKVI_CORE_ALLOCATE_H */

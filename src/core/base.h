@@ -1,0 +1,334 @@
+/*
+ * core/base.h - what everything else stands on: bits of floats, half floats, rounding, checked sizes, memory,
+ * short texts without stdio. May call libc's memcpy, memset, memmove and, unless TKV_NO_MALLOC, malloc and free.
+ *
+ * The header is compiled with other people's flags. So: NaN and infinity are told by their bits
+ * (-ffast-math folds x != x), rounding goes through an integer read of the sum (not (x + M) - M), bytes
+ * are loaded one by one (alignment, aliasing, endianness), and where x87 keeps excess precision each
+ * float operation that decides a stored byte is rounded by tkvi_f32.
+ */
+#ifndef TKVI_CORE_BASE_H
+#define TKVI_CORE_BASE_H
+
+#include "api.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+#ifndef TKV_NO_MALLOC
+#include <stdlib.h>
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_NOINLINE __attribute__((noinline))
+#else
+#define TKVI_NOINLINE
+#endif
+
+/* Before what src/cuda runs on a GPU too: functions, constant tables. nvcc compiles twice, and its code for the GPU
+ * reads none of the host's tables. */
+#ifdef __CUDACC__
+#define TKVI_FN static __host__ __device__
+#else
+#define TKVI_FN static
+#endif
+#ifdef __CUDA_ARCH__
+#define TKVI_CONSTANT static __device__ const
+#else
+#define TKVI_CONSTANT static const
+#endif
+
+/* Before an array that vectors walk along: no load of 64 bytes then touches two cache lines. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ALIGNED __attribute__((aligned(64)))
+#elif defined(_MSC_VER)
+#define TKVI_ALIGNED __declspec(align(64))
+#else
+#define TKVI_ALIGNED
+#endif
+
+/* >>bits */
+TKVI_FN uint32_t tkvi_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+TKVI_FN float tkvi_from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+TKVI_FN int tkvi_is_finite(float x) { return (tkvi_bits(x) & 0x7f800000u) != 0x7f800000u; }
+
+TKVI_FN int tkvi_is_nan(float x) { return (tkvi_bits(x) & 0x7fffffffu) > 0x7f800000u; }
+
+/* The value as a float, also where expressions are evaluated wider. One rounding from 64 bits to 24 after
+ * + - * / is the IEEE result (64 >= 2 * 24 + 2), so x87 encodes the same bytes as everybody else. */
+TKVI_FN float tkvi_f32(float x) {
+#if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 0
+    return x;
+#else
+    volatile float v = x;
+    return v;
+#endif
+}
+
+/* The same for double. Two roundings (64 bits, then 53) are one only where the first is exact, or seldom. */
+TKVI_FN double tkvi_f64(double x) {
+#if defined(FLT_EVAL_METHOD) && (FLT_EVAL_METHOD == 0 || FLT_EVAL_METHOD == 1)
+    return x;
+#else
+    volatile double v = x;
+    return v;
+#endif
+}
+
+/* Not inlined: no compiler fuses these products into a sum. */
+static TKVI_NOINLINE void tkvi_multiplied(float *dst, const float *x, const float *y, int n) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * y[i]);
+}
+
+/* >>float fields of configs: 0 is the default, TKV_ZERO is 0. By bits, whatever the flags. A field keeps TKV_ZERO when
+ * its config is filled, so that a filled config can be filled again. */
+static int tkvi_is_named_zero(float x) { return tkvi_bits(x) == tkvi_bits(TKV_ZERO); }
+
+static float tkvi_or(float x, float other) { return (tkvi_bits(x) & 0x7fffffffu) == 0 ? other : x; }
+
+static float tkvi_number(float x) { return tkvi_is_named_zero(x) ? 0.0f : x; }
+
+/* Round half to even, |x| < 2^22: 1.5 * 2^23 makes the sum's last mantissa bit worth one. */
+TKVI_FN int tkvi_rne(float x) { return (int)(tkvi_bits(x + 12582912.0f) - 0x4b400000u); }
+
+TKVI_FN float tkvi_clampf(float x, float lo, float hi) { return x < lo ? lo : x > hi ? hi : x; }
+
+/* x as a whole number of at most `most`, to be summed; 0 for what is none (by bits: right under -ffast-math). */
+static int64_t tkvi_counted(float x, float most) {
+    return tkvi_is_finite(x) ? (int64_t)tkvi_clampf(x, -most, most) : 0;
+}
+
+TKVI_FN int tkvi_min(int a, int b) { return a < b ? a : b; }
+
+TKVI_FN int tkvi_max(int a, int b) { return a > b ? a : b; }
+
+static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+/* >>half floats. Stored little-endian everywhere. */
+#define TKVI_F16_MAX 65504.0f
+
+TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
+
+TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {
+    p[0] = (uint8_t)(x & 0xff);
+    p[1] = (uint8_t)(x >> 8);
+}
+
+static uint32_t tkvi_load32(const uint8_t *p) {
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+static void tkvi_store32(uint8_t *p, uint32_t x) {
+    p[0] = (uint8_t)(x & 0xff);
+    p[1] = (uint8_t)(x >> 8 & 0xff);
+    p[2] = (uint8_t)(x >> 16 & 0xff);
+    p[3] = (uint8_t)(x >> 24);
+}
+
+TKVI_FN float tkvi_f16_to_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7fffu;
+    if (em >= 0x7c00u) return tkvi_from_bits(sign | 0x7f800000u | (em & 0x3ffu) << 13);
+    if (em >= 0x400u) return tkvi_from_bits(sign | ((em << 13) + 0x38000000u));
+    {
+        float x = (float)(int)em * 5.9604644775390625e-8f; /* subnormal: em * 2^-24, exact */
+        return sign ? -x : x;
+    }
+}
+
+/* Round to nearest even; beyond the largest half it saturates, NaN becomes a quiet NaN. */
+TKVI_FN uint16_t tkvi_f32_to_f16(float x) {
+    uint32_t u = tkvi_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (a >= 0x477fe000u) return (uint16_t)(sign | 0x7bffu);
+    if (a >= 0x38800000u) return (uint16_t)(sign | ((a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13));
+    if (a <= 0x33000000u) return (uint16_t)sign; /* up to half of the smallest subnormal, the tie included */
+    {
+        uint32_t shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u, half = 1u << (shift - 1u);
+        uint32_t r = m >> shift, rest = m & ((1u << shift) - 1u);
+        r += (uint32_t)(rest > half || (rest == half && (r & 1u)));
+        return (uint16_t)(sign | r);
+    }
+}
+
+TKVI_FN float tkvi_bf16_to_f32(uint16_t h) { return tkvi_from_bits((uint32_t)h << 16); }
+
+TKVI_FN uint16_t tkvi_f32_to_bf16(float x) {
+    uint32_t u = tkvi_bits(x), a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
+    if (a >= 0x7f7f8000u) return (uint16_t)((u >> 16 & 0x8000u) | 0x7f7fu); /* saturate, never infinity */
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+/* >>the caller's arrays: element number `at`, any alignment */
+TKVI_FN float tkvi_element(const void *data, tkv_type type, ptrdiff_t at) {
+    uint16_t h;
+    float x;
+    if (type == TKV_TYPE_F32) {
+        memcpy(&x, (const char *)data + at * 4, 4);
+        return x;
+    }
+    memcpy(&h, (const char *)data + at * 2, 2);
+    return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(h) : tkvi_bf16_to_f32(h);
+}
+
+static void tkvi_save_element(void *data, tkv_type type, ptrdiff_t at, float x) {
+    uint16_t h;
+    if (type == TKV_TYPE_F32) {
+        memcpy((char *)data + at * 4, &x, 4);
+        return;
+    }
+    h = type == TKV_TYPE_F16 ? tkvi_f32_to_f16(x) : tkvi_f32_to_bf16(x);
+    memcpy((char *)data + at * 2, &h, 2);
+}
+
+/* >>sizes: products of outside numbers are checked. Return 0 on overflow. */
+static int tkvi_mul(size_t a, size_t b, size_t *out) {
+    if (b != 0 && a > (size_t)-1 / b) return 0;
+    *out = a * b;
+    return 1;
+}
+
+static int tkvi_add(size_t a, size_t b, size_t *out) {
+    if (a > (size_t)-1 - b) return 0;
+    *out = a + b;
+    return 1;
+}
+
+#define TKVI_ALIGN 64u
+
+TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
+
+/* >>memory: every byte goes through a heap that counts. */
+typedef struct tkvi_heap {
+    tkv_allocator from;
+    size_t held, peak;
+    size_t limit; /* never more than this; 0: no limit */
+    int at_limit; /* the last request was refused because of it */
+} tkvi_heap;
+
+#ifndef TKV_NO_MALLOC
+/* malloc gives 8 or 16; the block before the aligned one remembers where it began. */
+static void *tkvi_malloc(void *user, size_t size, size_t align) {
+    size_t room;
+    char *raw, *p;
+    (void)user;
+    if (!tkvi_add(size, align + sizeof(void *), &room)) return NULL;
+    raw = (char *)malloc(room);
+    if (!raw) return NULL;
+    p = raw + sizeof(void *);
+    p += (align - (size_t)((uintptr_t)p & (align - 1u))) & (align - 1u);
+    memcpy(p - sizeof(void *), &raw, sizeof(void *));
+    return p;
+}
+
+static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
+    char *raw;
+    (void)user;
+    (void)size;
+    (void)align;
+    memcpy(&raw, (char *)ptr - sizeof(void *), sizeof(void *));
+    free(raw);
+}
+#endif
+
+static void *tkvi_get(tkvi_heap *heap, size_t size) {
+    void *p;
+    heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
+    if (heap->at_limit) return NULL;
+    p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
+    if (p) {
+        heap->held += size;
+        if (heap->held > heap->peak) heap->peak = heap->held;
+    }
+    return p;
+}
+
+static void tkvi_put(tkvi_heap *heap, void *ptr, size_t size) {
+    if (!ptr) return;
+    heap->held -= size;
+    heap->from.release(heap->from.user, ptr, size, TKVI_ALIGN);
+}
+
+/* >>arena: the caller's memory as an allocator. Only grows; closed once the cache is built. */
+typedef struct tkvi_arena {
+    uint8_t *base;
+    size_t size, used;
+    int closed;
+} tkvi_arena;
+
+static void *tkvi_arena_alloc(void *user, size_t size, size_t align) {
+    tkvi_arena *a = (tkvi_arena *)user;
+    size_t at = (a->used + align - 1u) & ~(align - 1u); /* base is aligned to TKVI_ALIGN */
+    if (a->closed || at < a->used || at > a->size || size > a->size - at) return NULL;
+    a->used = at + size;
+    return a->base + at;
+}
+
+static void tkvi_arena_release(void *user, void *ptr, size_t size, size_t align) {
+    (void)user;
+    (void)ptr;
+    (void)size;
+    (void)align;
+}
+
+/* >>text: sentences for people, cut to the room there is. */
+typedef struct tkvi_text {
+    char *at;
+    size_t left; /* the final zero not counted; at is NULL when there is no room at all */
+} tkvi_text;
+
+static tkvi_text tkvi_text_begin(char *buf, size_t size) {
+    tkvi_text t;
+    t.at = size > 0 ? buf : NULL;
+    t.left = t.at ? size - 1 : 0;
+    if (t.at) *t.at = 0;
+    return t;
+}
+
+static void tkvi_say(tkvi_text *t, const char *s) {
+    for (; t->at && *s && t->left; t->left--) *t->at++ = *s++;
+    if (t->at) *t->at = 0;
+}
+
+static void tkvi_say_int(tkvi_text *t, int64_t n) {
+    char digits[24];
+    int i = 23;
+    uint64_t u = n < 0 ? 0u - (uint64_t)n : (uint64_t)n;
+    digits[i] = 0;
+    do digits[--i] = (char)('0' + (int)(u % 10u));
+    while (u /= 10u);
+    if (n < 0) digits[--i] = '-';
+    tkvi_say(t, digits + i);
+}
+
+/* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
+static void tkvi_lock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    while (__atomic_exchange_n(
+        lock, 1, __ATOMIC_ACQUIRE)) /* who waits only looks: an exchange would hold up the owner */
+        while (__atomic_load_n(lock, __ATOMIC_RELAXED)) continue;
+#else
+    (void)lock;
+#endif
+}
+
+static void tkvi_unlock(int *lock) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+#else
+    (void)lock;
+#endif
+}
+
+#endif /* TKVI_CORE_BASE_H */

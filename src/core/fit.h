@@ -1,0 +1,151 @@
+/*
+ * core/fit.h - scale and zero of a min/max group, better than minimum and maximum (tkv_fit). Only the encoder
+ * knows: bytes and decoding are those of KIVI.
+ *
+ *   TKV_FIT_CLIP      the range of least squared error out of 12, 1 to 0.45 of it about its middle. At 2 bits
+ *                     the error of Gaussian groups falls by a third; at 4 bits by next to nothing.
+ *   TKV_FIT_NORM      codes stay, scale and zero change until mean and variance are those of the values.
+ *                     Without it coarse groups are too long, and the softmax takes them too seriously next to
+ *                     exact ones.
+ *   TKV_FIT_UNBIASED  the same until mean and cov(x^, x) = var(x) are.
+ *
+ * Keep the sinks exact: a range that is cut off hits the tokens that all queries look at first.
+ *
+ * Values are cut to 12 bits between minimum and maximum; from then on sums are integers, the same on every
+ * machine in any order. May call base.
+ */
+#ifndef TKVI_CORE_FIT_H
+#define TKVI_CORE_FIT_H
+
+#include "core/base.h"
+
+#define TKVI_STEPS 4096 /* of a range, between its minimum and its maximum */
+#define TKVI_FIT_TRIES 12
+#define TKVI_FIT_CUT 102 /* steps that each try cuts off at both ends: a fortieth of the range */
+
+/* No compiler fuses this product into a sum: it is not inlined, or an instruction that stays alone. */
+#ifdef __CUDA_ARCH__
+TKVI_FN float tkvi_product(float a, float b) { return __fmul_rn(a, b); }
+#else
+TKVI_FN TKVI_NOINLINE float tkvi_product(float a, float b) { return tkvi_f32(a * b); }
+#endif
+
+/* A value u of TKVI_STEPS as a code of 0 .. top, when `cut` steps at both ends of the range are cut off; by is
+ * tkvi_cut_by: u - cut, times this, by 65536 is twice the code. */
+TKVI_FN int tkvi_cut_by(int cut, int top) { return 131072 * top / (TKVI_STEPS - 2 * cut); }
+
+TKVI_FN int tkvi_cut_code(int u, int cut, int by, int top) {
+    int twice = u > cut ? (int)((uint32_t)(u - cut) * (uint32_t)by >> 16) : 0;
+    return tkvi_min((twice + 1) / 2, top);
+}
+
+/* n^2 times the covariance of a and b, from their sums and that of their products (the variance, if they are one). */
+TKVI_FN float tkvi_covariance(int64_t n, int64_t sum_a, int64_t sum_b, int64_t products) {
+    return tkvi_f32((float)(n * products - sum_a * sum_b));
+}
+
+typedef struct tkvi_group { /* of up to 256 values */
+    int n;
+    float low, step; /* value = low + step * (u + 1/2), nearly */
+    int64_t sum_u, sum_uu;
+    uint16_t u[TKV_MAX_HEAD_DIM];
+} tkvi_group;
+
+/* n values from low to high. Returns what tkvi_group_value wants; 0 where floats are too coarse for it. */
+TKVI_FN float tkvi_group_open(tkvi_group *g, int n, float low, float high) {
+    float range = tkvi_f32(high - low), inverse = tkvi_f32((float)TKVI_STEPS / range);
+    g->n = n;
+    g->low = low;
+    g->step = tkvi_f32(range / (float)TKVI_STEPS);
+    g->sum_u = g->sum_uu = 0;
+    return g->step > 0.0f && tkvi_is_finite(inverse) ? inverse : 0.0f;
+}
+
+/* Values beyond low and high count as they. */
+TKVI_FN int tkvi_group_value(float x, float low, float high, float inverse) {
+    int u = (int)tkvi_f32(tkvi_f32(tkvi_clampf(x, low, high) - low) * inverse);
+    return tkvi_max(0, tkvi_min(TKVI_STEPS - 1, u));
+}
+
+/* low < high. */
+static int tkvi_group_init(tkvi_group *g, const float *x, int n, float low, float high) {
+    float inverse = tkvi_group_open(g, n, low, high);
+    int i;
+    if (!(inverse > 0.0f)) return 0;
+    for (i = 0; i < n; i++) {
+        int u = tkvi_group_value(x[i], low, high, inverse);
+        g->u[i] = (uint16_t)u;
+        g->sum_u += u;
+        g->sum_uu += u * u;
+    }
+    return 1;
+}
+
+/* Squared error of the range without `cut` steps at each end, of n values, in units that all cuts share. */
+TKVI_FN int64_t tkvi_cut_error(const uint16_t *u, int n, int cut, int top) {
+    int range = TKVI_STEPS - 2 * cut, by = tkvi_cut_by(cut, top), i;
+    int64_t sum = 0;
+    for (i = 0; i < n; i++) {
+        int code = tkvi_cut_code(u[i], cut, by, top);
+        int error = (2 * (u[i] - cut) + 1) * top - 2 * code * range; /* below 2^22 */
+        sum += (int64_t)error * error;
+    }
+    return sum;
+}
+
+/* Moves the ends of the range to those of try number `best`. */
+TKVI_FN void tkvi_clip_to(const tkvi_group *g, int best, float *low, float *range) {
+    if (best == 0) return;
+    *low = tkvi_f32(*low + tkvi_product(g->step, (float)(best * TKVI_FIT_CUT)));
+    *range = tkvi_product(g->step, (float)(TKVI_STEPS - 2 * best * TKVI_FIT_CUT));
+}
+
+static void tkvi_clip(const tkvi_group *g, int top, float *low, float *range) {
+    int64_t least = tkvi_cut_error(g->u, g->n, 0, top);
+    int k, best = 0;
+    for (k = 1; k < TKVI_FIT_TRIES; k++) {
+        int64_t error = tkvi_cut_error(g->u, g->n, k * TKVI_FIT_CUT, top);
+        if (error < least) {
+            least = error;
+            best = k;
+        }
+    }
+    tkvi_clip_to(g, best, low, range);
+}
+
+/* Scale and zero that give codes with these sums the moments of the values; both stay where that is not possible,
+ * and where fp16 has no such zero to a quarter of the scale. */
+TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc, int64_t sum_cu, int unbiased,
+                             uint8_t *scale_at, uint8_t *zero_at) {
+    float var, var_c, cov, scale, zero, mean, off;
+    uint16_t half;
+    var = tkvi_covariance(g->n, g->sum_u, g->sum_u, g->sum_uu);
+    var_c = tkvi_covariance(g->n, sum_c, sum_c, sum_cc);
+    cov = tkvi_covariance(g->n, sum_c, g->sum_u, sum_cu);
+    if (!(var > 0.0f && var_c > 0.0f && cov > 0.0f)) return;
+    scale = unbiased ? tkvi_f32(var / cov) : sqrtf(tkvi_f32(var / var_c));
+    half = tkvi_f32_to_f16(tkvi_product(scale, g->step));
+    scale = tkvi_f16_to_f32(half);
+    mean = tkvi_f32((float)(2 * g->sum_u + g->n) / (float)(2 * g->n));
+    mean = tkvi_f32(g->low + tkvi_product(g->step, mean));
+    zero = tkvi_f32(mean - tkvi_product(scale, tkvi_f32((float)sum_c / (float)g->n)));
+    off = tkvi_f32(tkvi_f16_to_f32(tkvi_f32_to_f16(zero)) - zero);
+    off = off < 0.0f ? -off : off;
+    if (off > 0.25f * scale || !(scale > 0.0f)) return;
+    tkvi_store16(scale_at, half);
+    tkvi_store16(zero_at, tkvi_f32_to_f16(zero + 0.0f));
+}
+
+static void tkvi_moments(const tkvi_group *g, const uint8_t *code, int unbiased, uint8_t *scale_at,
+                         uint8_t *zero_at) {
+    int64_t sum_c = 0, sum_cc = 0, sum_cu = 0;
+    int i;
+    for (i = 0; i < g->n; i++) {
+        sum_c += code[i];
+        sum_cc += code[i] * code[i];
+        sum_cu += (int64_t)code[i] * g->u[i];
+    }
+    tkvi_moments_of(g, sum_c, sum_cc, sum_cu, unbiased, scale_at, zero_at);
+}
+
+#endif /* TKVI_CORE_FIT_H */

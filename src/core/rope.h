@@ -1,0 +1,177 @@
+/*
+ * core/rope.h - the rotation that a model has turned its keys by, taken back and done again (RoPE, arXiv
+ * 2104.09864, section 3.2). For formats that code keys as they were before it. May call base.
+ *
+ * Pair j of a head's channels turns by frequency[j] radians with each position:
+ *
+ *     a' = a cos - b sin     b' = b cos + a sin        frequency[j] = scale * base^(-2j / dim), or as given
+ *
+ * Everything up to the cosine is whole numbers, so that each machine has the same bits under any flags, and a
+ * position of a million has as good an angle as the first: frequencies in turns of 2^64 (a sum of them wraps
+ * where a turn is full), angles as the upper 32 bits of that, sine and cosine by Taylor's series in 31 bits
+ * about the nearest quarter (error 2e-9). Frequencies come from the integer root of 1 / base, found bit by
+ * bit: no pow, no libm.
+ * Products and their sums are made in different functions: no compiler fuses them.
+ */
+#ifndef TKVI_CORE_ROPE_H
+#define TKVI_CORE_ROPE_H
+
+#include "core/base.h"
+
+/* >>frequencies, in turns of 2^64 a position */
+/* The upper half of a product. */
+static uint64_t tkvi_mul_high(uint64_t a, uint64_t b) {
+    uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
+    uint64_t low = al * bl, m1 = ah * bl + (low >> 32), m2 = al * bh + (m1 & 0xffffffffu);
+    return ah * bh + (m1 >> 32) + (m2 >> 32);
+}
+
+/* Product of fractions, 2^63 being 1. */
+static uint64_t tkvi_mul63(uint64_t a, uint64_t b) { return tkvi_mul_high(a, b) << 1; }
+
+static uint64_t tkvi_power63(uint64_t a, int n) {
+    uint64_t p = (uint64_t)1 << 63;
+    for (; n > 0; n >>= 1) {
+        if (n & 1) p = tkvi_mul63(p, a);
+        a = tkvi_mul63(a, a);
+    }
+    return p;
+}
+
+/* Radians, 0 to 4, as turns: times 2^64 / 2 pi. */
+static uint64_t tkvi_turns(float radians) {
+    uint32_t bits = tkvi_bits(radians), exponent = bits >> 23 & 255u, shift = 150u - exponent;
+    uint64_t m = (bits & 0x7fffffu) | 0x800000u; /* radians = m / 2^shift */
+    uint64_t high = 0x28be60dbu * m, low = 0x9391054au * m;
+    if (exponent == 0 || shift >= 88u) return 0;
+    return shift < 32u ? (high << (32u - shift)) + (low >> shift) : (high + (low >> 32)) >> (shift - 32u);
+}
+
+/* base^(-1 / pairs), 2^63 being 1: the largest number whose power does not exceed 1 / base. */
+static uint64_t tkvi_rope_ratio(float base, int pairs) {
+    uint32_t bits = tkvi_bits(base), m = (bits & 0x7fffffu) | 0x800000u;
+    int shift = 150 - (int)(bits >> 23), bit; /* base = m / 2^shift */
+    uint64_t one = (uint64_t)1 << 63, q = one / m, more = (one % m << 39) / m, inverse, r = 0;
+    inverse = shift >= 0 ? (q << shift) + (more >> (39 - shift)) : q >> -shift;
+    for (bit = 62; bit >= 0; bit--)
+        if (tkvi_power63(r | (uint64_t)1 << bit, pairs) <= inverse) r |= (uint64_t)1 << bit;
+    return r;
+}
+
+/* What is wrong with a descriptor; NULL: nothing. */
+static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
+    int j;
+    *field = "rope.dim";
+    *value = (float)r->dim;
+    if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
+        return "it must be even and at most head_dim, or 0 for none";
+    *field = "rope.interleaved";
+    *value = (float)r->interleaved;
+    if (r->interleaved & ~1) return "it must be 0 or 1";
+    *field = "rope.scale";
+    *value = r->scale;
+    if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
+        return "it must be more than 0 and at most 4, or 0 for 1";
+    *field = "rope.base";
+    *value = r->base;
+    if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
+        return "it must be 2 to 1e9, or 0 for 10000";
+    *field = "one of rope.frequencies";
+    for (j = 0; r->frequencies && j < r->dim / 2; j++) {
+        *value = r->frequencies[j];
+        if (!tkvi_is_finite(*value) || *value < 0.0f || *value > 1.0f) return "it must be 0 to 1, in radians";
+    }
+    return NULL;
+}
+
+static const char *tkvi_rope_wrong(const tkv_rope *r, int head_dim) {
+    const char *field;
+    float value;
+    return tkvi_rope_fault(r, head_dim, &field, &value);
+}
+
+/* What a side has to know. */
+#define TKVI_ROPE_NEAR 16
+
+typedef struct tkvi_rope {
+    int pairs, apart, step;              /* pair j is channels j * step and j * step + apart */
+    uint64_t turn[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
+    /* Of 0 .. 16 positions, for kernels: tkvi_cos_sin takes longer than all else that they do. */
+    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
+} tkvi_rope;
+
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
+
+/* The descriptor must be right. */
+static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
+    float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
+    uint64_t first = tkvi_turns(scale), ratio, power;
+    int j, i;
+    memset(rope, 0, sizeof *rope);
+    rope->pairs = r->dim / 2;
+    rope->step = r->interleaved ? 2 : 1;
+    rope->apart = r->interleaved ? 1 : rope->pairs;
+    if (rope->pairs == 0) return;
+    ratio = power = tkvi_rope_ratio(base, rope->pairs);
+    for (j = 0; j < rope->pairs; j++) {
+        rope->turn[j] = j ? tkvi_mul63(first, power) : first;
+        if (j) power = tkvi_mul63(power, ratio);
+        if (r->frequencies) rope->turn[j] = tkvi_turns(tkvi_f32(r->frequencies[j] * scale));
+        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
+            tkvi_cos_sin((uint64_t)i * rope->turn[j], &rope->cosine[i][j], &rope->sine[i][j]);
+    }
+}
+
+/* >>turning */
+/* Cosine and sine of an angle in turns of 2^64. */
+static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
+    const uint32_t one = 0x80000000u;
+    uint32_t p = (uint32_t)(angle >> 32), quarter = (p + 0x20000000u) >> 30, rest = p - (quarter << 30);
+    uint32_t negative = rest >> 31, a = negative ? 0u - rest : rest; /* up to an eighth of a turn */
+    uint64_t x = (uint64_t)a * 0x6487ed51u >> 29, z = x * x >> 31, t;
+    int32_t c, s;
+    t = one - z / 90u;
+    t = one - (z * t >> 31) / 56u;
+    t = one - (z * t >> 31) / 30u;
+    t = one - (z * t >> 31) / 12u;
+    c = (int32_t)((one - (z * t >> 31) / 2u) >> 1);
+    t = one - z / 72u;
+    t = one - (z * t >> 31) / 42u;
+    t = one - (z * t >> 31) / 20u;
+    t = one - (z * t >> 31) / 6u;
+    s = (int32_t)((x * t >> 31) >> 1);
+    if (negative) s = -s;
+    if (quarter & 1u) { /* a quarter further: cos is -sin, sin is cos */
+        int32_t was = c;
+        c = -s;
+        s = was;
+    }
+    if (quarter & 2u) {
+        c = -c;
+        s = -s;
+    }
+    *cosine = (float)c * 9.3132257461547852e-10f; /* 2^-30 */
+    *sine = (float)s * 9.3132257461547852e-10f;
+}
+
+/* Turns a key of this position as the model did (back 0), or takes it back (1). */
+static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, float *x) {
+    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
+    float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
+    int j, n = rope->pairs;
+    if (n < 1) return;
+    for (j = 0; j < n; j++) {
+        tkvi_cos_sin((uint64_t)position * rope->turn[j], &c[j], &s[j]);
+        if (back) s[j] = -s[j];
+        a[j] = x[j * rope->step];
+        b[j] = x[j * rope->step + rope->apart];
+    }
+    tkvi_multiplied(ac, a, c, n);
+    tkvi_multiplied(bs, b, s, n);
+    for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
+    tkvi_multiplied(bs, b, c, n);
+    tkvi_multiplied(ac, a, s, n);
+    for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
+}
+
+#endif /* TKVI_CORE_ROPE_H */

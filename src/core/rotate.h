@@ -1,0 +1,74 @@
+/*
+ * core/rotate.h - the randomised Hadamard rotation of a head: signs, then butterflies (QuaRot, arXiv 2404.00456,
+ * section 3; the signs are a constant of the format). After it, the channels of a vector look Gaussian and alike,
+ * whatever they were, and one grid fits them all. It is orthonormal: q.k and the norm of v stay as they are.
+ *
+ * head_dim need not be a power of two: butterflies over the first 2^k channels, then over the last 2^k ones,
+ * 2^k being the largest power of two that fits. The two windows overlap, so everything mixes. Where 2^k is
+ * head_dim there is one window. A window: a, b become a + b, a - b at distances 1, 2, 4 .. 2^(k-1), in floats,
+ * and then all is multiplied by 2^(-k/2), as a float. Back: windows in the opposite order, then the signs.
+ *
+ * Only sums, and one product with nothing added to it, so FMA changes no bit. May call base.
+ */
+#ifndef TKVI_CORE_ROTATE_H
+#define TKVI_CORE_ROTATE_H
+
+#include "core/base.h"
+
+/* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
+TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
+    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
+
+/* x[0 .. n-1], n a power of two, becomes its Hadamard transform, not normalised. */
+static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
+    int h, i, j;
+    for (h = 1; h < n; h *= 2)
+        for (i = 0; i < n; i += 2 * h)
+            for (j = i; j < i + h; j++) {
+                float a = x[j], b = x[j + h];
+                x[j] = tkvi_f32(a + b);
+                x[j + h] = tkvi_f32(a - b);
+            }
+}
+
+/* Not inlined: a compiler may fuse these products into the sums of another function otherwise. */
+static TKVI_NOINLINE void tkvi_times(float *x, int n, float by) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = tkvi_f32(x[i] * by);
+}
+
+static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = tkvi_signs[i / 32] >> i % 32 & 1 ? -x[i] : x[i];
+}
+
+/* 2^(-k / 2): what makes butterflies over 2^k values orthonormal. */
+TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
+    1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
+
+static void tkvi_window(float *x, int n, int log2n) {
+    tkvi_butterflies(x, n);
+    tkvi_times(x, n, tkvi_hadamard_norm[log2n]);
+}
+
+static int tkvi_log2_floor(int n) {
+    int k = 0;
+    while (n >> (k + 1)) k++;
+    return k;
+}
+
+static void tkvi_rotate(float *x, int dim) {
+    int k = tkvi_log2_floor(dim), n = 1 << k;
+    tkvi_flip(x, dim);
+    tkvi_window(x, n, k);
+    if (n < dim) tkvi_window(x + dim - n, n, k);
+}
+
+static void tkvi_rotate_back(float *x, int dim) {
+    int k = tkvi_log2_floor(dim), n = 1 << k;
+    if (n < dim) tkvi_window(x + dim - n, n, k);
+    tkvi_window(x, n, k);
+    tkvi_flip(x, dim);
+}
+
+#endif /* TKVI_CORE_ROTATE_H */

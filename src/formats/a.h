@@ -1,0 +1,335 @@
+/*
+ * formats/a.h - A40 .. A15, allocated keys: bits where the queries look.
+ *
+ * KIVI gives each channel of K as many bits as the next. Here the channels of a head stand in the order of
+ * E[q_c^2] var(k_c), and each tile of four of them has 0 to 6 bits (core/allocate.h shares them out), so that the
+ * average, metadata included, is the format's. Reverse water-filling: Cover and Thomas, Elements of Information
+ * Theory, 10.3.3. Per channel and block of 64 tokens there are 16 bits of metadata:
+ *
+ *     x^ = scale * (code - middle + offset / unit) + mean      middle = (2^bits - 1) / 2
+ *
+ *   scale   one byte (core/log_scale.h); offset: one signed byte; unit 8, or fewer where codes are fine (below);
+ *   mean    static, of the channel, in the table: not in the block. Large biases of keys (Qwen2) end here.
+ *   A channel without bits has its block mean as fp16 in the same 16 bits.
+ *
+ * Encoding a column: the residuals x - mean are cut to 12 bits between their smallest and largest, from then on
+ * all sums are integers and the same on every machine. Several ranges are tried; the codes that correlate best with
+ * the values win. The scale is then set so that decoded values are unbiased, cov(x^, x) = var(x), or, where a channel
+ * has one bit, so that the variances agree; a scale of least squares or of the range would tilt the softmax between
+ * this tier and the exact ones (bench/LOG.md). The offset puts the mean where it was.
+ *
+ * Step by step, floats unless it says double, each operation rounded; n tokens, top = 2^bits - 1:
+ *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
+ *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2),
+ *      and the mean m = low + step * ((2 sum(u) + n) / 2n), sum and last product in double. A channel without
+ *      bits stores m as a float, then fp16, and is done
+ *   2. for each cut of the table below: by = floor(131072 top / (4096 - 2 cut)),
+ *      code = min(top, (floor(max(0, u - cut) * by / 65536) + 1) / 2), halves down;
+ *      score = cov(code, u) / var(code) * cov(code, u), 0 where var is; the first of the best wins.
+ *      cov and var are n^2 times what they are elsewhere, n sum(ab) - sum(a) sum(b): integers, then floats
+ *   3. scale = var(u) / cov(code, u) * step, with one bit sqrt(var(u) / var(code)) * step; 0 if either is 0.
+ *      From here on it is the value of its byte
+ *   4. offset (double) = (m / scale - (2 sum(code) - n top) / 2n) * unit, cut to +-128, halves up; 0 if scale is 0
+ *   5. if offset is beyond +-127, or scale is 0 and m is not: scale = the larger of it and |m| unit / 120 (double,
+ *      then float), as a byte;
+ *      a first offset = (m / scale - 1/2) * unit, cut to +-127; then anew, in double,
+ *      code = floor((low + step * (u + 1/2)) / scale - offset / unit + top / 2 + 1/2), cut to 0 .. top,
+ *      and the offset of step 4, cut to +-127. A scale that is 0 even so divides to an infinity
+ * Tokens that are not there and positions without a channel have code 0, and the latter metadata of zeros. Without
+ * a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_alike (core/allocate.h).
+ *
+ * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
+ */
+#ifndef TKVI_FORMATS_A_H
+#define TKVI_FORMATS_A_H
+
+#include "core/fit.h"
+#include "core/allocate.h"
+#include "formats/tiles.h"
+
+/* Steps of the offset to one of the codes, by width: what a byte can reach is +-127 of them. */
+TKVI_CONSTANT uint8_t tkvi_a_unit[7] = {1, 8, 8, 8, 8, 8, 4};
+
+/* Ranges to try: so many of the 4096 steps are cut off at both ends, and tkvi_cut_by of that; by width. */
+typedef struct tkvi_a_range {
+    int32_t cut[8], by[8];
+} tkvi_a_range;
+
+#define TKVI_A_CUTS 5
+#define TKVI_A_BY_(width, cut) (131072 * ((1 << width) - 1) / (TKVI_STEPS - 2 * cut))
+#define TKVI_A_RANGE_(a, b, c, d, e, f)                                                                      \
+    {                                                                                                        \
+        {0, a, b, c, d, e, f, 0}, {                                                                          \
+            0, TKVI_A_BY_(1, a), TKVI_A_BY_(2, b), TKVI_A_BY_(3, c), TKVI_A_BY_(4, d), TKVI_A_BY_(5, e),     \
+                TKVI_A_BY_(6, f), 0                                                                          \
+        }                                                                                                    \
+    }
+TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
+    TKVI_A_RANGE_(0, 0, 0, 0, 0, 0), TKVI_A_RANGE_(384, 300, 200, 120, 80, 60),
+    TKVI_A_RANGE_(768, 600, 400, 260, 160, 120), TKVI_A_RANGE_(1152, 900, 650, 420, 260, 200),
+    TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
+
+static void tkvi_a_layout(tkvi_side *s) {
+    if (!s->given) tkvi_share_alike(s->format->bits, s->dim, s->pad, &s->runs);
+    s->groups = 1;
+    s->group = TKVI_BLOCK;
+    s->code_bytes = tkvi_runs_bytes(&s->runs);
+    s->meta_bytes = (size_t)(2 * s->pad);
+}
+
+/* One column between the steps. Sums are integers: threads can share its tokens. */
+typedef struct tkvi_column {
+    int n, width;
+    float low, step; /* value = low + step * (u + 1/2), nearly */
+    int32_t sum_u, sum_uu;
+    int32_t sum_c, sum_cc, sum_cu; /* of the codes chosen */
+} tkvi_column;
+
+static tkvi_column tkvi_column_of(const tkvi_columns *c, int l) {
+    tkvi_column one;
+    one.n = c->n;
+    one.width = c->width[l];
+    one.low = c->low[l];
+    one.step = c->step[l];
+    one.sum_u = c->sum_u[l];
+    one.sum_uu = c->sum_uu[l];
+    one.sum_c = c->sum_c[l];
+    one.sum_cc = c->sum_cc[l];
+    one.sum_cu = c->sum_cu[l];
+    return one;
+}
+
+TKVI_FN float tkvi_a_residual(float x, float mean) { return tkvi_clampf(tkvi_f32(x - mean), -1e30f, 1e30f); }
+
+/* The step of residuals from low to high; *inverse: what tkvi_a_integer wants. */
+TKVI_FN float tkvi_a_step(float low, float high, float *inverse) {
+    float step = tkvi_f32(tkvi_f32(high - low) * (1.0f / TKVI_STEPS));
+    *inverse = step > 1e-36f ? tkvi_f32(1.0f / step) : 0.0f;
+    return *inverse > 0.0f ? step : 0.0f;
+}
+
+TKVI_FN int tkvi_a_integer(float residual, float low, float inverse) {
+    return tkvi_min((int)tkvi_f32(tkvi_f32(residual - low) * inverse), TKVI_STEPS - 1);
+}
+
+/* Range and integers of column l. */
+static void tkvi_a_integers(tkvi_columns *c, int l) {
+    float x[TKVI_BLOCK], low = 1e30f, high = -1e30f, inverse;
+    int t;
+    for (t = 0; t < c->n; t++) {
+        x[t] = l < c->lanes ? tkvi_a_residual(c->x[(size_t)t * c->stride + (size_t)l], c->mean[l]) : 0.0f;
+        low = x[t] < low ? x[t] : low;
+        high = x[t] > high ? x[t] : high;
+    }
+    c->low[l] = low;
+    c->step[l] = tkvi_a_step(low, high, &inverse);
+    c->sum_u[l] = c->sum_uu[l] = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        int v = t < c->n ? tkvi_a_integer(x[t], low, inverse) : 0;
+        *tkvi_column_u(c, l, t) = (int16_t)v;
+        c->sum_u[l] += v;
+        c->sum_uu[l] += v * v;
+    }
+}
+
+/* How well codes with these sums follow n values. */
+TKVI_FN float tkvi_a_score(int n, int sum_u, int sum, int squares, int products) {
+    float cov = tkvi_covariance(n, sum, sum_u, products), var = tkvi_covariance(n, sum, sum, squares);
+    return var > 0.0f ? tkvi_f32(tkvi_f32(cov / var) * cov) : 0.0f;
+}
+
+/* The best range of column l; its codes. */
+static void tkvi_a_search(tkvi_columns *c, int l) {
+    int width = c->width[l], top = (1 << width) - 1, u[TKVI_BLOCK], k, t;
+    float most = -1.0f;
+    for (t = 0; t < TKVI_BLOCK; t++) u[t] = *tkvi_column_u(c, l, t);
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        int cut = tkvi_a_ranges[k].cut[width], by = tkvi_a_ranges[k].by[width];
+        int sum = 0, squares = 0, products = 0;
+        float score;
+        uint8_t code[TKVI_BLOCK];
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            int v = tkvi_cut_code(u[t], cut, by, top);
+            code[t] = (uint8_t)v;
+            sum += v;
+            squares += v * v;
+            products += v * u[t];
+        }
+        score = tkvi_a_score(c->n, c->sum_u[l], sum, squares, products);
+        if (score > most) {
+            most = score;
+            c->sum_c[l] = sum;
+            c->sum_cc[l] = squares;
+            c->sum_cu[l] = products;
+            memcpy(c->code[l], code, sizeof code);
+        }
+    }
+}
+
+static void tkvi_columns_scalar(tkvi_columns *c) {
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        tkvi_a_integers(c, l);
+        tkvi_a_search(c, l);
+    }
+}
+
+/* Mean of the residuals. Products of two floats are exact in double: fusing them into the sum changes nothing. */
+TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
+    float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
+    return tkvi_f64((double)c->low + (double)c->step * (double)mean_u);
+}
+
+/* The offset that gives codes with this sum that mean. */
+TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width) {
+    double middle = tkvi_f64((double)(2 * sum_c - n * ((1 << width) - 1)) / (double)(2 * n)), v;
+    if (!(scale > 0.0f)) return 0;
+    v = tkvi_f64(tkvi_f64(mean / (double)scale) - middle) * (double)tkvi_a_unit[width];
+    v = v < -128.0 ? -128.0 : v > 128.0 ? 128.0 : v;
+    return (int)tkvi_f64(v + 1000.5) - 1000;
+}
+
+/* Metadata of a column; 1: its mean is too far for them. */
+TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset, float *middle) {
+    double mean = tkvi_a_mean(c);
+    float cov = tkvi_covariance(c->n, c->sum_c, c->sum_u, c->sum_cu), scale = 0.0f;
+    float var = tkvi_covariance(c->n, c->sum_u, c->sum_u, c->sum_uu);
+    float var_c = tkvi_covariance(c->n, c->sum_c, c->sum_c, c->sum_cc);
+    int by;
+    if (cov > 0.0f && var > 0.0f) {
+        scale = c->width == 1 ? tkvi_f32(sqrtf(tkvi_f32(var / var_c))) : tkvi_f32(var / cov);
+        scale = tkvi_f32(scale * c->step);
+    }
+    *middle = tkvi_f32((float)mean);
+    *log = (uint8_t)tkvi_log_code(scale, top);
+    by = tkvi_a_offset(mean, tkvi_log_value(*log, top), c->sum_c, c->n, c->width);
+    *offset = (uint8_t)by;
+    return c->width && (by < -127 || by > 127 || (*log == 0 && mean != 0.0));
+}
+
+static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+    int l;
+    c->beyond_mask = 0;
+    for (l = 0; l < TKVI_LANES; l++) {
+        tkvi_column one = tkvi_column_of(c, l);
+        int beyond = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        c->beyond_mask |= (uint32_t)beyond << l;
+    }
+}
+
+/* Recoding a column whose mean is so far from the static one that only a larger scale lets the offset reach it: that
+ * scale's byte and the first offset, codes, the offset that they have. */
+TKVI_FN int tkvi_a_far(const tkvi_column *c, int log, int top, int *offset) {
+    double mean = tkvi_a_mean(c), size = mean < 0.0 ? -mean : mean, unit = (double)tkvi_a_unit[c->width];
+    log = tkvi_max(log, tkvi_log_code(tkvi_f32((float)tkvi_f64(size * unit / 120.0)), top));
+    *offset = tkvi_a_offset(mean, tkvi_log_value(log, top), 1 << (c->width - 1), 1, c->width);
+    *offset = tkvi_max(-127, tkvi_min(127, *offset));
+    return log;
+}
+
+TKVI_FN int tkvi_a_far_code(const tkvi_column *c, int v, float scale, int offset) {
+    int top = (1 << c->width) - 1, k;
+    float u = (float)v + 0.5f;
+    double x = tkvi_f64((double)c->low + (double)c->step * (double)u), middle = 0.5 * (double)top;
+    x = tkvi_f64(tkvi_f64(x / (double)scale) - (double)offset / (double)tkvi_a_unit[c->width]);
+    x = tkvi_f64(tkvi_f64(x + middle) + 0.5);
+    k = x < 0.0 ? 0 : x > 255.0 ? 255 : (int)x;
+    return tkvi_min(k, top);
+}
+
+TKVI_FN uint8_t tkvi_a_far_offset(const tkvi_column *c, float scale, int sum_c) {
+    int offset = tkvi_a_offset(tkvi_a_mean(c), scale, sum_c, c->n, c->width);
+    return (uint8_t)tkvi_max(-127, tkvi_min(127, offset));
+}
+
+static void tkvi_a_recode(tkvi_columns *c, int l, int top) {
+    tkvi_column one = tkvi_column_of(c, l);
+    int offset, log = tkvi_a_far(&one, c->log[l], top, &offset), sum = 0, t;
+    float scale = tkvi_log_value(log, top);
+    for (t = 0; t < c->n; t++) {
+        int k = tkvi_a_far_code(&one, *tkvi_column_u(c, l, t), scale, offset);
+        c->code[l][t] = (uint8_t)k;
+        sum += k;
+    }
+    c->log[l] = (uint8_t)log;
+    c->offset[l] = tkvi_a_far_offset(&one, scale, sum);
+}
+
+/* Metadata of a position. */
+TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale, uint8_t *offset) {
+    int half = tkvi_f32_to_f16(middle);
+    *scale = (uint8_t)(width ? log : half & 255);
+    *offset = (uint8_t)(width ? by : half >> 8);
+}
+
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+                          uint8_t *dst) {
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
+    uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
+    uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
+    tkvi_tile_at at = tkvi_tiles(&s->runs);
+    int width, p, first, end, l;
+    tkvi_columns c;
+    memset(dst, 0, s->bytes);
+    for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
+        for (end = width ? p + 4 * s->runs.n[width] : s->pad; p < end; p++) {
+            int from = tkvi_channel(s, p);
+            channel[p] = (uint8_t)from;
+            widths[from] = (uint8_t)width;
+            mean[from] = s->mean ? s->mean[p] : 0.0f;
+        }
+    c.stride = stride;
+    c.n = n;
+    for (first = 0; first < s->pad; first += TKVI_LANES) {
+        c.x = x + first;
+        c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        c.mean = mean + first;
+        c.width = widths + first;
+        c.code = column + first;
+        c.log = log + first;
+        c.offset = by + first;
+        c.middle = middle + first;
+        help->columns(&c);
+        help->settle(&c, s->top);
+        for (l = 0; c.beyond_mask >> l; l++)
+            if (c.beyond_mask >> l & 1u) tkvi_a_recode(&c, l, s->top);
+        for (l = c.lanes; l < TKVI_LANES; l++) {
+            memset(column[first + l], 0, TKVI_BLOCK);
+            log[first + l] = by[first + l] = 0;
+            middle[first + l] = 0.0f;
+        }
+    }
+    for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
+        for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
+            help->weave(column, channel + p, tile);
+            help->pack_tile(dst, &at, width, tile);
+            tkvi_next_tile(&at, width);
+        }
+    for (p = 0; p < s->pad; p++) {
+        int from = channel[p];
+        tkvi_a_put(widths[from], log[from], by[from], middle[from], scale + p, offset + p);
+    }
+}
+
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+                        float *zero) {
+    static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
+    const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
+    const float *mean = s->mean ? s->mean : none;
+    int width, p = 0;
+    help->logs(log, s->pad, s->top, scale); /* rubbish where there are no bits */
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        int n = 4 * s->runs.n[width], unit = width <= 6 ? tkvi_a_unit[width] : 1;
+        if (n == 0) continue;
+        help->zeros(offset + p, scale + p, mean + p, 1.0f / (float)unit, ((1 << width) - 1) * unit / 2, n,
+                    zero + p);
+        p += n;
+    }
+    for (; p < s->pad; p++) {
+        scale[p] = 0.0f;
+        zero[p] = tkvi_f32(tkvi_f16_to_f32((uint16_t)(log[p] | offset[p] << 8)) + mean[p]);
+    }
+}
+
+#endif /* TKVI_FORMATS_A_H */

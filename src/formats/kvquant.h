@@ -1,0 +1,323 @@
+/*
+ * formats/kvquant.h - KVQUANT4, KVQUANT3, KVQUANT2: KVQuant (arXiv 2401.18079, section 3). Levels where the
+ * values are, one set for all keys of a layer and one for its values, and a slot for the few values that lie
+ * far out.
+ *
+ *     x^ = radius * level[code] + middle + outlier
+ *
+ * with a radius and a middle for each channel of K, static, learned (learn/kvquant_tables.h), and for each token of
+ * V, from what is left without its outliers.
+ *
+ * Keys are coded as they were before RoPE: the encoder turns them back (core/rope.h; cfg.rope, the block's start)
+ * and decoding turns them on again, so that nobody else has to know. One place in a hundred of a token,
+ * rounded up, is a slot for an outlier: its channel, and what its dense value lacks. Slots are always read,
+ * those that are free hold 0.
+ *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. Their code is that of the
+ *       end. If there are more than slots, those that lack most get one.
+ *   V   the slots take the highest and the lowest values, so many of each that the rest has the smallest
+ *       range. Their code is the middle one.
+ * The paper has one range of values for all heads of a token. Here a record is one head, so each has its own,
+ * and its own slots: 32 bits per token and head in fp16, and shorter indices.
+ *
+ * Options (cfg.kvquant): POST_ROPE codes keys as they come; UNIFORM has evenly spaced levels; NORM decodes to
+ * levels that keep the variance (Q-Norm, core/codebook.h); DENSE has no slots, and ranges hold every value.
+ *
+ * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
+ *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
+ * A row has the channels' codes, low bits first, and fills up its last byte.
+ * tkv_encode knows no table: K has | radius fp16 [dim] | middle fp16 [dim] | at the end, from the block's
+ * minimum and maximum (no outliers), levels are those of a normal distribution, and NORM does nothing.
+ * Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ */
+#ifndef TKVI_FORMATS_KVQUANT_H
+#define TKVI_FORMATS_KVQUANT_H
+
+#include "core/rope.h"
+#include "core/codebook.h"
+#include "core/format.h"
+
+#define TKVI_KVQUANT_SLOTS 3 /* at most: of 256 channels */
+
+/* What a layer's table says: of both sides, and of each channel of K (learn/kvquant_tables.h). */
+typedef struct tkvi_kvquant {
+    tkvi_book book[2][3]; /* by side and bits - 2 */
+} tkvi_kvquant;
+
+static int tkvi_kvquant_slots(int dim, int flags) {
+    return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
+}
+
+static void tkvi_kvquant_layout(tkvi_side *s) {
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->kvquant);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
+    if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
+}
+
+/* Where the pieces of the metadata are. */
+typedef struct tkvi_kvquant_at {
+    size_t row, slot, own; /* bytes of a token's codes; offsets */
+} tkvi_kvquant_at;
+
+static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
+    tkvi_kvquant_at at;
+    at.row = s->code_bytes / TKVI_BLOCK;
+    at.slot = s->code_bytes + (s->which == TKV_K ? 4u : 4u * TKVI_BLOCK);
+    at.own = at.slot + (size_t)(TKVI_BLOCK * 3 * s->slots);
+    return at;
+}
+
+static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
+    if (s->table) return &s->table->book[s->which][s->format->bits - 2];
+    tkvi_book_standard(s->format->bits, s->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    return standard;
+}
+
+static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *book) {
+    return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
+}
+
+static float tkvi_half_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
+
+/* The product is exact where radius has 11 bits. */
+static float tkvi_kvquant_value(float level, float radius, float middle) {
+    return tkvi_f32(tkvi_f32(radius * level) + middle);
+}
+
+/* >>encoding a token */
+typedef struct tkvi_kvquant_coder {
+    float border[15]; /* halfway between levels */
+    const float *decoded;
+    int n, bits;
+} tkvi_kvquant_coder;
+
+static void tkvi_kvquant_coder_init(tkvi_kvquant_coder *e, const tkvi_side *s, const tkvi_book *book) {
+    int i;
+    e->bits = s->format->bits;
+    e->n = 1 << e->bits;
+    e->decoded = tkvi_kvquant_decoded(s, book);
+    for (i = 0; i < e->n - 1; i++) e->border[i] = tkvi_f32(book->level[i] + book->level[i + 1]) * 0.5f;
+}
+
+static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* of two nearest the lower one */
+    int code = 0, i;
+    for (i = 0; i < e->n - 1; i++) code += y > e->border[i];
+    return code;
+}
+
+static float tkvi_kvquant_place(float x, float radius, float middle) {
+    return radius > 0.0f ? tkvi_f32(tkvi_f32(x - middle) / radius) : 0.0f;
+}
+
+static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
+    int at = c * bits, wide = code << (at & 7);
+    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
+    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
+}
+
+static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float lacks) {
+    /* side by side: gcc 12 -O2 loses reads of two arrays that move on together from one pointer */
+    uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
+    p[0] = (uint8_t)c;
+    tkvi_store16(p + 1, tkvi_f32_to_f16(lacks + 0.0f));
+}
+
+/* >>K */
+/* A key as it is coded. */
+static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
+    int c;
+    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    if (rope) tkvi_rope_turn(rope, position, 1, y);
+}
+
+/* Ranges of the block's channels, to the end of its bytes. */
+static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
+    float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    int t, c;
+    for (t = 0; t < n; t++) {
+        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        for (c = 0; c < s->dim; c++) {
+            if (t == 0 || y[c] < low[c]) low[c] = y[c];
+            if (t == 0 || y[c] > high[c]) high[c] = y[c];
+        }
+    }
+    for (c = 0; c < s->dim; c++) {
+        tkvi_store16(own + 2 * c, tkvi_f32_to_f16(tkvi_f32(high[c] - low[c]) * 0.5f));
+        tkvi_store16(own + 2 * (s->dim + c), tkvi_f32_to_f16(tkvi_f32(high[c] + low[c]) * 0.5f + 0.0f));
+    }
+}
+
+/* Radius and middle of the channels: the table's, or those of the block. NULL: there are none. */
+typedef struct tkvi_kvquant_ranges {
+    const float *radius, *middle;
+    float own[2][TKV_MAX_HEAD_DIM];
+} tkvi_kvquant_ranges;
+
+static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
+    const uint8_t *own = src + tkvi_kvquant_places(s).own;
+    int c;
+    r->radius = s->tabled ? s->radius : r->own[0];
+    r->middle = s->tabled ? s->middle : r->own[1];
+    for (c = 0; c < s->dim && !s->tabled; c++) {
+        r->own[0][c] = tkvi_half_at(own + 2 * c);
+        r->own[1][c] = tkvi_half_at(own + 2 * (s->dim + c));
+    }
+    return r->radius != NULL;
+}
+
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
+    tkvi_kvquant_ranges r;
+    tkvi_kvquant_coder e;
+    tkvi_book standard;
+    int t, c, i;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
+    if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
+    if (!tkvi_kvquant_ranges_of(s, dst, &r)) return;
+    tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
+    for (t = 0; t < n; t++) {
+        uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
+        float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, lacks[TKVI_KVQUANT_SLOTS] = {0.0f};
+        int at[TKVI_KVQUANT_SLOTS] = {0};
+        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        for (c = 0; c < s->dim; c++) {
+            float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
+            int code = tkvi_kvquant_code(&e, place), slot;
+            tkvi_kvquant_put(row, e.bits, c, code);
+            if (place >= -1.0f && place <= 1.0f && r.radius[c] > 0.0f) continue;
+            y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
+            size = y[c] < 0.0f ? -y[c] : y[c];
+            for (slot = s->slots; slot > 0 && size > most[slot - 1]; slot--) continue;
+            for (i = s->slots - 1; i >= slot; i--) { /* the largest first, the first of equals before */
+                most[i] = i > slot ? most[i - 1] : size;
+                lacks[i] = i > slot ? lacks[i - 1] : y[c];
+                at[i] = i > slot ? at[i - 1] : c;
+            }
+        }
+        for (i = 0; i < s->slots; i++) tkvi_kvquant_slot(s, dst, t, i, at[i], lacks[i]);
+    }
+}
+
+/* >>V */
+typedef struct tkvi_kvquant_token {
+    float radius, middle; /* fp16 values */
+    int out[TKVI_KVQUANT_SLOTS];
+} tkvi_kvquant_token;
+
+/* The ends of a token: the lowest and the highest `slots` values, and the next ones. One order is the other's
+ * reverse, so that no value is at both ends. */
+static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int *high) {
+    int c, i, n;
+    for (c = 0; c < dim; c++) {
+        n = tkvi_min(c, slots + 1);
+        for (i = n; i > 0 && x[c] < x[low[i - 1]]; i--)
+            if (i <= slots) low[i] = low[i - 1];
+        if (i <= slots) low[i] = c;
+        for (i = n; i > 0 && x[c] >= x[high[i - 1]]; i--)
+            if (i <= slots) high[i] = high[i - 1];
+        if (i <= slots) high[i] = c;
+    }
+}
+
+/* Which values of a token take slots, and the range of the others. */
+static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvquant_token *k) {
+    int low[TKVI_KVQUANT_SLOTS + 1], high[TKVI_KVQUANT_SLOTS + 1], i, best = 0;
+    tkvi_kvquant_ends(x, dim, slots, low, high);
+    for (i = 1; i <= slots; i++)
+        if (tkvi_f32(x[high[slots - i]] - x[low[i]]) < tkvi_f32(x[high[slots - best]] - x[low[best]]))
+            best = i;
+    for (i = 0; i < slots; i++) k->out[i] = i < best ? low[i] : high[i - best];
+    k->radius = tkvi_f32(x[high[slots - best]] - x[low[best]]) * 0.5f;
+    k->middle = tkvi_f32(x[high[slots - best]] + x[low[best]]) * 0.5f + 0.0f;
+    k->radius = tkvi_f16_to_f32(tkvi_f32_to_f16(k->radius));
+    k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
+}
+
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                  int n, uint8_t *dst) {
+    tkvi_kvquant_coder e;
+    tkvi_book standard;
+    int t, c, i;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
+    for (t = 0; t < n; t++) {
+        uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row, *meta = dst + s->code_bytes + 2 * t;
+        int half = e.n / 2 - 1;
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t code[TKV_MAX_HEAD_DIM];
+        tkvi_kvquant_token k;
+        tkvi_kvquant_key(NULL, x + (size_t)t * stride, s->dim, 0, y);
+        tkvi_kvquant_token_of(y, s->dim, s->slots, &k);
+        tkvi_store16(meta, tkvi_f32_to_f16(k.radius));
+        tkvi_store16(meta + 2 * TKVI_BLOCK, tkvi_f32_to_f16(k.middle));
+        for (c = 0; c < s->dim; c++)
+            code[c] = (uint8_t)tkvi_kvquant_code(&e, tkvi_kvquant_place(y[c], k.radius, k.middle));
+        for (i = 0; i < s->slots; i++) {
+            float dense = tkvi_kvquant_value(e.decoded[half], k.radius, k.middle);
+            code[k.out[i]] = (uint8_t)half;
+            tkvi_kvquant_slot(s, dst, t, i, k.out[i], tkvi_f32(y[k.out[i]] - dense));
+        }
+        for (c = 0; c < s->dim; c++) tkvi_kvquant_put(row, e.bits, c, code[c]);
+    }
+}
+
+/* >>decoding */
+/* The dense values of a row. A byte behind it is read, which the record has. step 0: one range for all. */
+static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
+                               const float *middle, int step, float *y) {
+    int c, mask = (1 << bits) - 1;
+    for (c = 0; c < dim; c++) {
+        const uint8_t *p = row + c * bits / 8;
+        int code = (p[0] | p[1] << 8) >> (c * bits & 7) & mask;
+        y[c] = tkvi_kvquant_value(level[code], radius[c * step], middle[c * step]);
+    }
+}
+
+/* In a loop of its own: what is added to a value in memory is not added to anything before. */
+static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
+    const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
+    int i;
+    for (i = 0; i < s->slots; i++, p += 3)
+        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
+}
+
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
+    size_t row = tkvi_kvquant_places(s).row;
+    uint32_t stored = tkvi_load32(src + s->code_bytes);
+    int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
+    tkvi_kvquant_ranges r;
+    tkvi_book standard;
+    const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
+    int t, known = tkvi_kvquant_ranges_of(s, src, &r);
+    (void)help;
+    for (t = first; t < first + n; t++, x += stride) {
+        if (!known) {
+            memset(x, 0, (size_t)s->dim * sizeof *x);
+            continue;
+        }
+        tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
+        tkvi_kvquant_outliers(s, src, t, x);
+        if (s->rope) tkvi_rope_turn(s->rope, start + t, 0, x);
+    }
+}
+
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                  int n, float *x, size_t stride) {
+    size_t row = tkvi_kvquant_places(s).row;
+    tkvi_book standard;
+    const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
+    int t;
+    (void)help;
+    for (t = first; t < first + n; t++, x += stride) {
+        const uint8_t *meta = src + s->code_bytes + 2 * t;
+        float radius = tkvi_half_at(meta), middle = tkvi_half_at(meta + 2 * TKVI_BLOCK);
+        tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, &radius, &middle, 0, x);
+        tkvi_kvquant_outliers(s, src, t, x);
+    }
+}
+
+#endif /* TKVI_FORMATS_KVQUANT_H */

@@ -1,0 +1,136 @@
+/*
+ * formats/squat.h - SQUAT4, SQUAT2: keys whose errors turn away from the queries. K only. SQuat (arXiv
+ * 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
+ *
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the queries of the head group (learn/squat_queries.h)
+ *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
+ *         later channels += U e             U = - P_ff^-1 P_fb   f: the later ones, b: these
+ *
+ * which makes e^T P e of the whole token small: what a query sees of the error, and the error itself. It is
+ * error feedback as in GPTQ (arXiv 2210.17323), with the queries in the place of the calibration data.
+ *
+ * The paper cuts C to its largest directions and adds lambda Q^T Q with lambda .001. C itself needs no
+ * eigenvectors, and eta does not depend on how many queries there were: the result is flat between eta 1 and
+ * 10. Blocks of 16 are better than the authors' 64 (cfg.squat_block) at the same cost.
+ *
+ * U: fp16, for each channel its factors on all channels behind its block, one after the other. Products and
+ * the sums of them are made in different functions, so that no compiler fuses them: U is the same on every
+ * machine, too. May call KIVI.
+ */
+#ifndef TKVI_FORMATS_SQUAT_H
+#define TKVI_FORMATS_SQUAT_H
+
+#include "formats/kivi.h"
+
+#define TKVI_SQUAT_ETA 5.0
+
+/* >>U */
+static size_t tkvi_feedback_count(int dim, int unit) {
+    int from, n = 0;
+    for (from = 0; from + unit < dim; from += unit) n += unit * (dim - from - unit);
+    return (size_t)n;
+}
+
+/* Element i <= j of a symmetric matrix, packed by columns. */
+static int tkvi_packed(int i, int j) { return j * (j + 1) / 2 + i; }
+
+static TKVI_NOINLINE void tkvi_scaled(float *dst, const float *x, float by, int n) {
+    int i;
+    for (i = 0; i < n; i++) dst[i] = tkvi_f32(x[i] * by);
+}
+
+/* P becomes R, upper triangular, P = R R^T: Cholesky from the end, so that R_ff belongs to P_ff. */
+static void tkvi_factor(float *p, int dim) {
+    int i, j, k;
+    for (j = dim - 1; j >= 0; j--) {
+        float *column = p + tkvi_packed(0, j), root;
+        for (k = j + 1; k < dim; k++) {
+            const float *r = p + tkvi_packed(0, k);
+            float product[TKV_MAX_HEAD_DIM];
+            tkvi_scaled(product, r, r[j], j + 1);
+            for (i = 0; i <= j; i++) column[i] = tkvi_f32(column[i] - product[i]);
+        }
+        root =
+            tkvi_f32(sqrtf(column[j] > 1e-3f ? column[j] : 1e-3f)); /* P >= I: only rounding comes near 0 */
+        for (i = 0; i < j; i++) column[i] = tkvi_f32(column[i] / root);
+        column[j] = root;
+    }
+}
+
+/* P becomes U: element (c, f) is what channel c does to channel f of a later block. The rest is rubbish. */
+static void tkvi_feedback_from(float *p, int dim, int unit) {
+    int from, c, f, k;
+    tkvi_factor(p, dim);
+    for (from = 0; from + unit < dim; from += unit)
+        for (c = from; c < from + unit; c++) { /* R_ff^T u = -R_cf */
+            float u[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
+            int end = from + unit;
+            for (f = end; f < dim; f++) {
+                float *r = p + tkvi_packed(0, f), sum = -r[c];
+                tkvi_multiplied(product, r + end, u + end, f - end);
+                for (k = 0; k < f - end; k++) sum = tkvi_f32(sum - product[k]);
+                r[c] = u[f] = tkvi_f32(sum / r[f]);
+            }
+        }
+}
+
+static void tkvi_feedback_store(const float *p, int dim, int unit, uint16_t *u) {
+    int from, c, f;
+    for (from = 0; from + unit < dim; from += unit)
+        for (c = from; c < from + unit; c++)
+            for (f = from + unit; f < dim; f++) *u++ = tkvi_f32_to_f16(p[tkvi_packed(c, f)]);
+}
+
+/* >>encoder */
+/* Errors of channels c .. end-1 go to all from `end` on, in n rows. Returns what follows in u. */
+static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, int dim, const uint16_t *u) {
+    int f, t, later = dim - end;
+    for (; c < end; c++) {
+        float factor[TKV_MAX_HEAD_DIM], product[TKV_MAX_HEAD_DIM];
+        for (f = 0; f < later; f++) factor[f] = tkvi_f16_to_f32(*u++);
+        for (t = 0; t < n; t++) {
+            float *row = x + t * stride;
+            tkvi_scaled(product, factor, row[c], later);
+            for (f = 0; f < later; f++) row[end + f] = tkvi_f32(row[end + f] + product[f]);
+        }
+    }
+    return u;
+}
+
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                              int n, uint8_t *dst) {
+    tkvi_codes code;
+    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
+    int g, c, t, from;
+    if (!s->feedback) {
+        tkvi_kivi_encode(s, help, x, stride, n, dst);
+        return;
+    }
+    memset(dst, 0, s->bytes);
+    memset(code, 0, sizeof code);
+    for (t = 0; t < n; t++)
+        for (c = 0; c < s->dim; c++)
+            y[t * s->pad + c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    for (g = 0; g < s->groups && g * s->group < n; g++) {
+        const uint16_t *u = s->feedback;
+        int first = g * s->group, count = tkvi_min(n - first, s->group);
+        for (from = 0; from < s->dim; from += s->feedback_unit) {
+            int end = tkvi_min(s->dim, from + s->feedback_unit);
+            for (c = from; c < end; c++) {
+                const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
+                float scale, zero;
+                tkvi_kivi_column(s, y, (size_t)s->pad, n, g, c, code, dst + s->code_bytes);
+                scale = tkvi_f16_to_f32(tkvi_load16(meta));
+                zero = tkvi_f16_to_f32(tkvi_load16(meta + 2 * s->groups * s->pad));
+                for (t = first; t < first + count; t++) {
+                    float product = tkvi_f32(scale * (float)*tkvi_k_code(code, c, t)); /* exact */
+                    y[t * s->pad + c] = tkvi_f32(tkvi_f32(product + zero) - y[t * s->pad + c]);
+                }
+            }
+            if (end < s->dim) u = tkvi_feed(y + first * s->pad, s->pad, count, from, end, s->dim, u);
+        }
+    }
+    tkvi_pack(s, help, code, dst);
+}
+
+#endif /* TKVI_FORMATS_SQUAT_H */

@@ -1,0 +1,72 @@
+/*
+ * formats/subspace.h - SUBSPACE4, SUBSPACE2: what some caches call SQuat and what that paper is not
+ * (formats/squat.h has the paper's): an orthogonal basis, and each token coded in cfg.subspaces parts of its
+ * coordinates, each part with its own minimum and maximum.
+ *
+ *     y = rotate(x)  (core/rotate.h)    y^ = scale * code + zero, per token and part    x^ = rotate back (y^)
+ *
+ * Those caches want a learned basis. This one is data-free: it makes the parts alike, which is what a learned
+ * basis is multiplied with anyway where it works best (OSCAR, arXiv 2605.17757). Groups are coded as KIVI's
+ * are, cfg.fit too. More bytes than it seems: 2 bits in 4 parts of a head_dim of 128 are 3 bits a value, in 8
+ * parts 4.
+ *
+ * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] | zero fp16
+ * [64][parts] | Part p is coordinates dim p / parts up to dim (p + 1) / parts. Attention decodes
+ * (TKVI_AS_DECODED).
+ */
+#ifndef TKVI_FORMATS_SUBSPACE_H
+#define TKVI_FORMATS_SUBSPACE_H
+
+#include "formats/kivi.h"
+
+static void tkvi_subspace_layout(tkvi_side *s) {
+    s->groups = (int16_t)tkvi_min(s->parts, s->dim);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
+}
+
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                                 int n, uint8_t *dst) {
+    size_t row = s->code_bytes / TKVI_BLOCK;
+    int per = 8 / s->format->bits, t, c, g;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    for (t = 0; t < n; t++) {
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t code[TKV_MAX_HEAD_DIM], *to = dst + (size_t)t * row;
+        for (c = 0; c < s->dim; c++)
+            y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+        tkvi_rotate(y, s->dim);
+        for (g = 0; g < s->groups; g++) {
+            int from = s->dim * g / s->groups, end = s->dim * (g + 1) / s->groups;
+            uint8_t *scale = dst + s->code_bytes + 2 * (t * s->groups + g);
+            tkvi_kivi_group(y + from, end - from, s->format->bits, s->fit, code + from, scale,
+                            scale + TKVI_BLOCK * s->groups * 2);
+        }
+        for (c = 0; c < s->dim; c++)
+            to[c / per] = (uint8_t)(to[c / per] | code[c] << c % per * s->format->bits);
+    }
+}
+
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    size_t row = s->code_bytes / TKVI_BLOCK;
+    int bits = s->format->bits, per = 8 / bits, t, c, g;
+    (void)help;
+    for (t = first; t < first + n; t++) {
+        const uint8_t *codes = src + (size_t)t * row;
+        float *y = x + (size_t)(t - first) * stride;
+        for (g = 0; g < s->groups; g++) {
+            const uint8_t *meta = src + s->code_bytes + 2 * (t * s->groups + g);
+            float scale = tkvi_f16_to_f32(tkvi_load16(meta));
+            float zero = tkvi_f16_to_f32(tkvi_load16(meta + TKVI_BLOCK * s->groups * 2));
+            for (c = s->dim * g / s->groups; c < s->dim * (g + 1) / s->groups; c++) {
+                int code = codes[c / per] >> c % per * bits & ((1 << bits) - 1);
+                y[c] = tkvi_f32(tkvi_f32(scale * (float)code) + zero); /* the product is exact */
+            }
+        }
+        tkvi_rotate_back(y, s->dim);
+    }
+}
+
+#endif /* TKVI_FORMATS_SUBSPACE_H */

@@ -1,0 +1,157 @@
+/*
+ * formats/token.h - formats that code each token by itself, on a grid with the zero in its middle: what INT8,
+ * INT4, FP8 and FP4 share. A format is a grid (below) and a line in the table.
+ *
+ *   x^ = scale * level[code]                         scale: largest |x| over the largest level, in fp16
+ *   x^ = scale * part * level[code]                  and, if the grid has parts, an E4M3 factor per 16 channels
+ *
+ * Products are exact in a float (11 + 4 + 2 or 11 + 8 bits). Two options, both in the bytes:
+ *   cfg.rotate    the token is coded behind the rotation of core/rotate.h and turned back when it is decoded, so
+ *                 that large channels do not cost the others their bits (QuaRot, arXiv 2404.00456)
+ *   cfg.center_k  K only: the block's mean of each channel is taken away first and put back last. 16 bits per
+ *                 channel and block, 1/4 bit a value; nothing has to be learned, and a block can be moved or
+ *                 sent as it is.
+ *
+ * Decoding gives plain values, so attention needs nothing of its own (TKVI_AS_DECODED). Values saturate at
+ * +-65504.
+ *
+ * Bytes of one side:
+ *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
+ *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row filled up to a whole byte
+ */
+#ifndef TKVI_FORMATS_TOKEN_H
+#define TKVI_FORMATS_TOKEN_H
+
+#include "core/minifloat.h"
+#include "core/format.h"
+
+#define TKVI_PART 16 /* channels */
+
+typedef struct tkvi_grid {
+    int bits;             /* of a code: 4 or 8 */
+    float top;            /* the largest level */
+    int per_group, parts; /* scales per token: 1: by cfg.group_size, else one; 1: and factors */
+    int (*code)(float y); /* the nearest level's, half to even; any finite y */
+    float (*level)(int code);
+} tkvi_grid;
+
+static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
+    s->grid = grid;
+    if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
+    s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
+    s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 2);
+    if (grid->parts) s->meta_bytes += (size_t)(TKVI_BLOCK * ((s->dim + TKVI_PART - 1) / TKVI_PART));
+    if (s->center) s->meta_bytes += (size_t)(2 * s->dim);
+}
+
+/* Where the pieces are. Casts of the same for reading and writing. */
+typedef struct tkvi_token_at {
+    size_t row, scale, part, mean; /* bytes of a token's codes; offsets of the metadata */
+    int parts;                     /* per token */
+} tkvi_token_at;
+
+static tkvi_token_at tkvi_token_places(const tkvi_side *s) {
+    tkvi_token_at at;
+    at.parts = s->grid->parts ? (s->dim + TKVI_PART - 1) / TKVI_PART : 0;
+    at.row = s->code_bytes / TKVI_BLOCK;
+    at.scale = s->code_bytes;
+    at.part = at.scale + (size_t)(TKVI_BLOCK * s->groups * 2);
+    at.mean = at.part + (size_t)(TKVI_BLOCK * at.parts);
+    return at;
+}
+
+static float tkvi_largest(const float *x, int n) {
+    float most = 0.0f;
+    int i;
+    for (i = 0; i < n; i++) {
+        float a = x[i] < 0.0f ? -x[i] : x[i];
+        most = a > most ? a : most;
+    }
+    return most;
+}
+
+static void tkvi_token_mean(const float *x, size_t stride, int n, int dim, uint8_t *mean) {
+    int c, t;
+    for (c = 0; c < dim; c++) {
+        float sum = 0.0f;
+        for (t = 0; t < n; t++)
+            sum = tkvi_f32(sum + tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX));
+        tkvi_store16(mean + 2 * c, tkvi_f32_to_f16(tkvi_f32(sum / (float)n) + 0.0f));
+    }
+}
+
+/* n channels with one scale; 0 if it is 0. Bytes of codes are clear. */
+static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, int n, float scale,
+                             uint8_t *codes) {
+    int c;
+    if (!(scale > 0.0f)) return;
+    for (c = first; c < first + n; c++) {
+        int code = grid->code(tkvi_f32(y[c] / scale));
+        if (grid->bits == 8) codes[c] = (uint8_t)code;
+        else codes[c / 2] = (uint8_t)(codes[c / 2] | code << c % 2 * 4);
+    }
+}
+
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+                              int n, uint8_t *dst) {
+    const tkvi_grid *grid = s->grid;
+    tkvi_token_at at = tkvi_token_places(s);
+    int t, c, g, p;
+    (void)help;
+    memset(dst, 0, s->bytes);
+    if (s->center) tkvi_token_mean(x, stride, n, s->dim, dst + at.mean);
+    for (t = 0; t < n; t++) {
+        float y[TKV_MAX_HEAD_DIM];
+        uint8_t *codes = dst + (size_t)t * at.row;
+        for (c = 0; c < s->dim; c++) {
+            y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
+            if (s->center) y[c] = tkvi_f32(y[c] - tkvi_f16_to_f32(tkvi_load16(dst + at.mean + 2 * c)));
+        }
+        if (s->rotate) tkvi_rotate(y, s->dim);
+        for (g = 0; g < s->groups; g++) {
+            int first = g * s->group, count = tkvi_min(s->dim - first, s->group);
+            uint8_t *scale_at = dst + at.scale + 2 * (t * s->groups + g);
+            float most = tkvi_largest(y + first, count), scale;
+            most = tkvi_f32(most / grid->top);
+            if (grid->parts) most = tkvi_f32(most / TKVI_E4M3_TOP);
+            tkvi_store16(scale_at, tkvi_f32_to_f16(most));
+            scale = tkvi_f16_to_f32(tkvi_load16(scale_at));
+            if (!grid->parts) tkvi_token_codes(grid, y, first, count, scale, codes);
+            for (p = 0; p < at.parts && scale > 0.0f; p++) {
+                int from = p * TKVI_PART, few = tkvi_min(s->dim - from, TKVI_PART);
+                float part = tkvi_f32(tkvi_f32(tkvi_largest(y + from, few) / grid->top) / scale);
+                int code = tkvi_e4m3_code(part);
+                dst[at.part + (size_t)(t * at.parts + p)] = (uint8_t)code;
+                tkvi_token_codes(grid, y, from, few, tkvi_f32(scale * tkvi_e4m3_level(code)), codes);
+            }
+        }
+    }
+}
+
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+                              int n, float *x, size_t stride) {
+    const tkvi_grid *grid = s->grid;
+    tkvi_token_at at = tkvi_token_places(s);
+    float level[256];
+    int t, c;
+    (void)help;
+    for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
+    for (t = first; t < first + n; t++) {
+        const uint8_t *codes = src + (size_t)t * at.row;
+        float *y = x + (size_t)(t - first) * stride, scale = 0.0f, part = 1.0f;
+        for (c = 0; c < s->dim; c++) {
+            int code = grid->bits == 8 ? codes[c] : codes[c / 2] >> c % 2 * 4 & 15;
+            if (c % s->group == 0)
+                scale = tkvi_f16_to_f32(tkvi_load16(src + at.scale + 2 * (t * s->groups + c / s->group)));
+            if (at.parts && c % TKVI_PART == 0)
+                part = tkvi_e4m3_level(src[at.part + (size_t)(t * at.parts + c / TKVI_PART)]);
+            y[c] = tkvi_f32(tkvi_f32(scale * part) * level[code]); /* exact */
+        }
+        if (s->rotate) tkvi_rotate_back(y, s->dim);
+        for (c = 0; c < s->dim && s->center; c++)
+            y[c] = tkvi_f32(y[c] + tkvi_f16_to_f32(tkvi_load16(src + at.mean + 2 * c)));
+    }
+}
+
+#endif /* TKVI_FORMATS_TOKEN_H */

@@ -1,0 +1,1330 @@
+/*
+ * kernels/avx512.h - the kernels of kernels/scalar.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later).
+ *
+ * Two shapes do the work.
+ *   Integers: two vectors of codes x up to 8 weight rows = 16 accumulators in registers. vpdpbusd multiplies
+ *             unsigned codes by signed weights, four weights broadcast at a time. The width of a tile is
+ *             looked at once per 16 products, by branches that go the same way for a whole run.
+ *   Floats:   4 vectors x up to 4 query rows.
+ * Both are written once, with the number of rows as a constant argument.
+ */
+#ifndef TKVI_KERNELS_AVX512_H
+#define TKVI_KERNELS_AVX512_H
+
+#include "kernels/avx2.h"
+
+#ifdef TKVI_AVX512
+
+/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+/* >>pieces */
+TKVI_FLAT_AVX512 __m512i tkvi_bytes_avx512(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+
+/* 16 values of an exact side. The branch goes the same way all the time. */
+TKVI_FLAT_AVX512 __m512 tkvi_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
+    if (type == TKVI_AS_BF16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
+    return _mm512_castsi512_ps(tkvi_bytes_avx512(row + 4 * at));
+}
+
+static TKVI_TARGET_AVX512 void tkvi_halves_avx512(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(dst + i,
+                         _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
+    tkvi_halves_scalar(src + 2 * i, n - i, dst + i);
+}
+
+static TKVI_TARGET_AVX512 void tkvi_logs_avx512(const uint8_t *src, int n, int top, float *dst) {
+    const __m512i table = _mm512_slli_epi32(
+        _mm512_sub_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
+            _mm512_set1_epi32(1024)),
+        13);
+    const __m512i low = _mm512_set1_epi32(127 + top - 16);
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
+        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
+        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
+        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* looks at 4 bits of x */
+        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
+        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_zeros_avx512(const uint8_t *offset, const float *scale, const float *mean,
+                                                 float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
+        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
+        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
+        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
+        _mm512_mask_storeu_ps(dst + i, m, x);
+    }
+}
+
+/* >>encoding: see kernels/avx2.h */
+/* Columns: a lane of 32 bits each, two tokens in it. */
+typedef struct tkvi_range_avx512 {
+    __m512i cut, by, top; /* in both halves of a lane */
+} tkvi_range_avx512;
+
+TKVI_FLAT_AVX512 __m512i tkvi_twice_avx512(__m512i x) { return _mm512_or_si512(x, _mm512_slli_epi32(x, 16)); }
+
+TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
+    const tkvi_a_range *r = &tkvi_a_ranges[k];
+    tkvi_range_avx512 range;
+    __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
+    range.cut = tkvi_twice_avx512(_mm512_permutexvar_epi32(width, both));
+    range.by =
+        tkvi_twice_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
+    range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
+    range.top = tkvi_twice_avx512(range.top);
+    return range;
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_cut_avx512(__m512i u, const tkvi_range_avx512 *r) { /* tkvi_cut_code */
+    __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
+    return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m512i products) {
+    return _mm512_cvtepi32_ps(
+        _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
+}
+
+/* Range and integers of all columns; 0 if values would have to be cut to +-1e30. */
+TKVI_FLAT_AVX512 int tkvi_integers_avx512(tkvi_columns *c) {
+    const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
+    const __m512 mean = _mm512_loadu_ps(c->mean);
+    const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
+    __m512 low = highest, high = lowest, step, inverse;
+    __m512i sum = _mm512_setzero_si512(), squares = sum;
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_LANES];
+    __mmask16 some;
+    int t;
+    for (t = 0; t < c->n; t++) {
+        __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, c->x + (size_t)t * c->stride), mean);
+        _mm512_store_ps(residual[t], x);
+        low = _mm512_min_ps(x, low);
+        high = _mm512_max_ps(x, high);
+    }
+    if (_mm512_cmp_ps_mask(low, lowest, _CMP_LT_OQ) | _mm512_cmp_ps_mask(high, highest, _CMP_GT_OQ)) return 0;
+    for (; t < TKVI_BLOCK; t++) _mm512_store_ps(residual[t], low); /* u = 0 */
+    step = _mm512_mul_ps(_mm512_sub_ps(high, low), _mm512_set1_ps(1.0f / TKVI_STEPS));
+    some = _mm512_cmp_ps_mask(step, _mm512_set1_ps(1e-36f), _CMP_GT_OQ);
+    inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), step);
+    _mm512_store_ps(c->low, low);
+    _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const float *x = residual[t / 2 * 4 + t % 2]; /* as tkvi_column_u says */
+        __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
+        __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
+        __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
+        u = _mm512_min_epi16(u, _mm512_set1_epi16(TKVI_STEPS - 1));
+        sum = _mm512_dpwssd_epi32(sum, u, _mm512_set1_epi16(1));
+        squares = _mm512_dpwssd_epi32(squares, u, u);
+        _mm512_store_si512((void *)c->u[t], u);
+    }
+    _mm512_store_si512((void *)c->sum_u, sum);
+    _mm512_store_si512((void *)c->sum_uu, squares);
+    return 1;
+}
+
+static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
+    const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
+    __m512i sum_c, sum_cc, sum_cu;
+    __m512 most = _mm512_set1_ps(-1.0f);
+    tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
+    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
+    int t, k;
+    if (!tkvi_integers_avx512(c)) {
+        tkvi_columns_scalar(c);
+        return;
+    }
+    sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
+    for (k = 0; k < TKVI_A_CUTS; k++) {
+        const tkvi_range_avx512 range = tkvi_range_of_avx512(k, width);
+        __m512i sum = _mm512_setzero_si512(), squares = sum, products = sum;
+        __m512 cov, var, score;
+        __mmask16 better;
+        for (t = 0; t < TKVI_BLOCK / 2; t++) {
+            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_avx512(u, &range);
+            sum = _mm512_add_epi16(sum, v);
+            squares = _mm512_dpwssd_epi32(squares, v, v);
+            products = _mm512_dpwssd_epi32(products, v, u);
+        }
+        sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
+        cov = tkvi_covariance_avx512(c->n, sum, _mm512_load_si512((const void *)c->sum_u), products);
+        var = tkvi_covariance_avx512(c->n, sum, sum, squares);
+        score = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(var, _mm512_setzero_ps(), _CMP_GT_OQ), cov, var);
+        score = _mm512_mul_ps(score, cov);
+        better = _mm512_cmp_ps_mask(score, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, better, score);
+        best.cut = _mm512_mask_mov_epi32(best.cut, better, range.cut);
+        best.by = _mm512_mask_mov_epi32(best.by, better, range.by);
+        sum_c = _mm512_mask_mov_epi32(sum_c, better, sum);
+        sum_cc = _mm512_mask_mov_epi32(sum_cc, better, squares);
+        sum_cu = _mm512_mask_mov_epi32(sum_cu, better, products);
+    }
+    _mm512_store_si512((void *)c->sum_c, sum_c);
+    _mm512_store_si512((void *)c->sum_cc, sum_cc);
+    _mm512_store_si512((void *)c->sum_cu, sum_cu);
+    for (t = 0; t < TKVI_BLOCK / 4; t++) {
+        __m512i a = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
+        __m512i b = tkvi_cut_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
+        _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
+    }
+    tkvi_stand_avx2(c->code, four);
+}
+
+/* Tokens: see kernels/avx2.h. */
+TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                        float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    __m512 most;
+    int c;
+    for (c = n; c < end; c += 16) {
+        __mmask16 some = (__mmask16)(c + 16 <= s->dim ? 0xffff : c < s->dim ? (1 << (s->dim - c)) - 1 : 0);
+        _mm512_storeu_ps(y + c, tkvi_flip_avx512(_mm512_maskz_loadu_ps(some, x + c), flip + c));
+    }
+    most = tkvi_window_avx512(x, flip, y, log2n);
+    if (n == s->dim) return _mm512_reduce_max_ps(most);
+    most = tkvi_window_avx512(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(y + c)));
+    return _mm512_reduce_max_ps(most);
+}
+
+/* A token as integers, 16 channels and the next 16 packed as _mm512_packs_epi32 does it. Returns the sum of
+ * squares. */
+TKVI_FLAT_AVX512 int32_t tkvi_whole_avx512(const float *y, float by, int end, int16_t *u) {
+    const __m512 inverse = _mm512_set1_ps(by);
+    const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
+    __m512i squares = _mm512_setzero_si512();
+    int c;
+    for (c = 0; c < end; c += 32) {
+        __m512i a = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c), inverse));
+        __m512i b = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c + 16), inverse));
+        a = _mm512_max_epi16(_mm512_min_epi16(_mm512_packs_epi32(a, b), most), least);
+        squares = _mm512_dpwssd_epi32(squares, a, a);
+        _mm512_store_si512((void *)(u + c), a);
+    }
+    return _mm512_reduce_add_epi32(squares);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
+    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_cvtepi32_ps(u), by),
+                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+/* The two halves of what tkvi_whole_avx512 has packed. */
+TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
+    return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
+}
+
+/* Two vectors of small integers as one of pairs. */
+TKVI_FLAT_AVX512 __m512i tkvi_both_avx512(__m512i a, __m512i b) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
+}
+
+/* Codes of a uniform grid for 16 + 16 channels, packed like u; adds <u, level>. */
+TKVI_FLAT_AVX512 __m512i tkvi_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
+    const __m512i tops = _mm512_set1_epi16((short)top);
+    const __m512 by = _mm512_set1_ps(fine);
+    __m512i x = _mm512_load_si512((const void *)u), v;
+    v = _mm512_packs_epi32(tkvi_floor_avx512(tkvi_first_avx512(x), by),
+                           tkvi_floor_avx512(tkvi_second_avx512(x), by));
+    v = _mm512_add_epi16(v, _mm512_set1_epi16((short)((top + 1) / 2)));
+    v = _mm512_max_epi16(_mm512_min_epi16(v, tops), _mm512_setzero_si512());
+    *sum = _mm512_dpwssd_epi32(*sum, x, _mm512_sub_epi16(_mm512_add_epi16(v, v), tops));
+    return v;
+}
+
+/* Codes of 16 pairs, 0 .. 7 in lanes; adds <u, level>. The best score and the first code that has it win in
+ * one maximum: eight times the score, and 7 - code. */
+TKVI_FLAT_AVX512 __m512i tkvi_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
+    const __m512 by = _mm512_set1_ps(fine);
+    const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
+    const __m512i level = tkvi_both_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
+                                           _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
+    __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
+    __m512i best = _mm512_set1_epi32(INT32_MIN), code;
+    int k;
+    x = tkvi_both_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const __m512i point = _mm512_set1_epi32((8 * px & 0xffff) | (int)((uint32_t)(8 * py) << 16));
+        const __m512i from = _mm512_set1_epi32(-64 * (px * px + py * py) + 7 - k);
+        best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
+    }
+    code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
+    *sum = _mm512_dpwssd_epi32(*sum, tkvi_both_avx512(a, b), _mm512_permutexvar_epi32(code, level));
+    return code;
+}
+
+/* Codes of four tokens; sum: twice <u, level> of each. u: [token][TKV_MAX_HEAD_DIM]; fine: [2][16], that of
+ * grids and that of pairs. */
+TKVI_FLAT_AVX512 void tkvi_four_avx512(const tkvi_side *s, const int16_t *u, const float *fine, uint8_t *code,
+                                       int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1;
+    __m512i grid[4], pair[4], v[4];
+    int c, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm512_setzero_si512();
+    for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++)
+            v[r] = tkvi_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
+    }
+    for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) v[r] = tkvi_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
+        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
+        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
+        _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
+        if (c + 16 < s->dim)
+            _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
+    }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) /* levels of the plain slab beside pairs: -120, -40, 40, 120, twice */
+        sum[r] =
+            2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
+}
+
+/* 16 tokens at a time, a step for all of them before the next: what waits for a division or for the sum of a
+ * vector is then one token of many. */
+static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const float *x, size_t stride, int n,
+                                                  tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
+    const __m512 grid = _mm512_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
+    const int log2n = tkvi_log2_floor(s->dim);
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    int first, t;
+    if (s->dim < 16) {
+        tkvi_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        const __mmask16 there = (__mmask16)((1 << count) - 1);
+        __m512 m, v;
+        __mmask16 some;
+        for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
+            most[t] =
+                tkvi_turn_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+        m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
+        some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
+        _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
+        for (t = 0; t < fours; t++)
+            squares[t] = tkvi_whole_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
+        v = _mm512_cvtepi32_ps(
+            _mm512_max_epi32(_mm512_maskz_loadu_epi32(there, squares), _mm512_set1_epi32(1)));
+        v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
+        v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
+        _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
+        _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
+        for (t = 0; t < fours; t += 4)
+            tkvi_four_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
+        v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
+        v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
+        m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
+        _mm512_mask_storeu_ps(scale + first, there, _mm512_maskz_mul_ps(some, m, v));
+    }
+}
+
+static const tkvi_helpers tkvi_helpers_avx512 = {
+    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
+    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
+    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
+
+static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
+    __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
+    __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
+    return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+}
+
+/* exp(x) for x <= 0, 0 below -87: 2^n 2^r with n + r = x log2 e, which comes in two parts: fused, the first product
+ * loses nothing to n. The polynomial is a minimax fit of 2^r, |r| <= 1/2, with 2^0 = 1; error 9e-8. */
+TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
+    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m512 log2e = _mm512_set1_ps(1.44269502f);
+    const __m512 n = _mm512_cvtepi32_ps(
+        _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
+    __m512 y = _mm512_set1_ps(1.326472728e-03f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(some, y, n);
+}
+
+static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
+    __m512 sum = _mm512_setzero_ps();
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
+        _mm512_storeu_ps(p + t, y);
+        sum = _mm512_add_ps(sum, y);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* >>exact tiers */
+/* Lane by lane the sums of four vectors: 4 x 16 -> 4. */
+TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
+    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
+    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
+    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* 4 tokens x up to 4 rows; lanes are 16 channels. Tokens beyond n repeat the last one. */
+TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                           const float *q, const float *ref, int rows, int n, const int nr,
+                                           float *scores) {
+    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
+    for (t = 0; t < n; t += 4) {
+        __m512 acc[4][4];
+        const uint8_t *k[4];
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
+        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+        }
+        for (c = 0; c < s->pad; c += 16) {
+            __m512 x[4], minus = _mm512_loadu_ps(ref + c);
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++)
+                x[j] = _mm512_sub_ps(tkvi_values_avx512(s->format->stored, k[j], c), minus);
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++)
+            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+    }
+}
+
+/* The first four rows, or all that are left. */
+static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *q, const float *ref,
+                                                        int left, int n, float *scores) {
+    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
+    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
+    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+}
+
+static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *q, const float *ref,
+                                                   int rows, int n, int planes, float *scores) {
+    int r;
+    (void)planes;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4)
+        tkvi_exact_rows_k_avx512(s, src, tkvi_ahead(src, next), q + r * s->pad, ref, rows - r, n,
+                                 scores + r * TKVI_BLOCK);
+}
+
+/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                           const float *p, int rows, int n, int first, const int nr,
+                                           const int nv, float *out) {
+    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
+    __m512 acc[4][4];
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    }
+    for (t = 0; t < n; t++, src += row_bytes) {
+        __m512 x[4];
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) {
+            x[j] = tkvi_values_avx512(s->format->stored, src, first + 16 * j);
+            tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+        }
+    }
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++)
+            if (r < rows) {
+                float *o = out + r * s->pad + first + 16 * j;
+                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+            }
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *p, int rows, int n,
+                                                   int planes, float *out) {
+    uintptr_t ahead = tkvi_ahead(src, next);
+    int r;
+    (void)planes;
+    for (r = 0; r < rows; r += 4) {
+        const float *x = p + r * TKVI_BLOCK;
+        float *o = out + r * s->pad;
+        int left = rows - r, c = 0;
+        for (; c + 64 <= s->pad; c += 64) {
+            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
+            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
+            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
+        }
+        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    }
+}
+
+/* >>decoded: see kernels/decode_x86.h */
+/* Levels of E5M2; floats have more exponents, and no subnormals where these have them. */
+TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
+    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
+    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
+    const __m512i large =
+        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m512 subnormal = _mm512_mul_ps(
+        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
+                                            _mm512_castps_si512(subnormal));
+    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
+}
+
+/* Levels of E4M3, as halves: exponents have one bit less, so none of them is infinite. */
+TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* How codes of a vector come apart: the two bytes that a code is in, and by how much it is shifted there. */
+typedef struct tkvi_apart_avx512 {
+    __m512i pick[3], shift[3]; /* of partners, the first and the second; of 16 neighbours */
+    __m512 level;
+} tkvi_apart_avx512;
+
+TKVI_FLAT_AVX512 void tkvi_apart_of_avx512(const tkvi_reading *r, tkvi_apart_avx512 *a) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int k;
+    for (k = 0; k < 3; k++) {
+        const int step = k < 2 && r->rope ? r->rope->step : 1;
+        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
+        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
+        at = _mm512_srli_epi32(bit, 3);
+        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
+        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
+        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
+    }
+    a->level = _mm512_load_ps(r->level);
+}
+
+/* 16 levels; those of a vector that is not whole end in rubbish. Which of the kinds of whole bytes it is, is asked each
+ * time: the branch goes the same way all the time. */
+TKVI_FLAT_AVX512 __m512 tkvi_level_avx512(tkvi_code_kind kind, const uint8_t *p, const tkvi_apart_avx512 *a,
+                                          const int k) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m512i x;
+    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
+    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
+    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
+    return _mm512_permutexvar_ps(x, a->level); /* looks at 4 bits */
+}
+
+/* Factors of 16 channels into the scales of tokens. */
+static TKVI_TARGET_AVX512 void tkvi_parts_avx512(tkvi_reading *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t;
+    memcpy(scale, r->by, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK; t++) { /* what stands behind a token's factors is overwritten by the next */
+        const __mmask16 some = (__mmask16)((1 << r->per) - 1);
+        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->parts + t * r->per));
+        _mm512_storeu_ps(r->by + t * r->per, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
+    }
+}
+
+/* 4 tokens x up to 4 rows, as tkvi_exact_k4_avx512; tokens from .. from + n - 1. */
+TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_reading *rd, tkvi_code_kind kind,
+                                             const int by_channel, const int turn, int from, int n,
+                                             const float *q, const float *more, int rows, const int nr,
+                                             float *scores) {
+    tkvi_apart_avx512 apart;
+    int t, v, r, j;
+    tkvi_apart_of_avx512(rd, &apart);
+    for (t = 0; t < n; t += 4) { /* a record has 64 rows, whatever n is */
+        __m512 acc[4][4];
+        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row;
+        const float *by = rd->by + (from + t) * rd->per, *m = more + 16 * t * rd->vectors;
+        const float *cosine = turn ? rd->rope->cosine[t] : NULL, *sine = turn ? rd->rope->sine[t] : NULL;
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) tkvi_reading_prefetch(rd, from + t + j);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+        }
+        v = 0;
+        for (; v < (turn ? rd->pairs : 0); v += 2, cosine += 16, sine += 16, m += 32) {
+            const __m512 by0 = _mm512_load_ps(rd->by + 16 * v), by1 = _mm512_load_ps(rd->by + 16 * v + 16);
+            const __m512 plus0 = _mm512_load_ps(rd->plus + 16 * v);
+            const __m512 plus1 = _mm512_load_ps(rd->plus + 16 * v + 16);
+            __m512 a[4], b[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const uint8_t *kj = k + (size_t)j * rd->row;
+                const float *mj = m + 16 * j * rd->vectors;
+                __m512 x = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v], &apart, 0);
+                __m512 y = tkvi_level_avx512(TKVI_CODES_TABLE, kj + rd->at[v + 1], &apart, 1);
+                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
+                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
+                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
+                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v;
+                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
+            }
+        }
+        for (; v < rd->vectors; v++, m += 16) {
+            const uint8_t *kv = k + rd->at[v];
+            const float *bv = by + (16 * v >> rd->shift);
+            __m512 x[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                x[j] = tkvi_level_avx512(kind, kv + (size_t)j * rd->row, &apart, 2);
+                if (by_channel) {
+                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->by + 16 * v),
+                                           _mm512_load_ps(rd->plus + 16 * v));
+                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->vectors));
+                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->per]));
+            }
+            TKVI_UNROLL
+            for (r = 0; r < nr; r++) {
+                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->vectors + 16 * v);
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++)
+            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+    }
+}
+
+/* Functions for codes in parts of bytes, with a table, and for whole bytes. */
+#define TKVI_DECODED_K_(name, kind, by_channel, turn)                                                        \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_reading *rd, int from, int n,           \
+                                                          const float *q, const float *more, int rows,       \
+                                                          float *scores) {                                   \
+        if (rows == 1)                                                                                       \
+            tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 1, scores);           \
+        else tkvi_decoded_k4_avx512(rd, kind, by_channel, turn, from, n, q, more, rows, 4, scores);          \
+    }
+TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
+TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
+TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
+TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
+#undef TKVI_DECODED_K_
+
+/* Turns 16 v channels in the order of the vectors back. */
+TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
+                                            float *x) {
+    int v;
+    for (v = 0; v < r->pairs; v += 2, x += 32) {
+        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
+        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
+        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
+        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *q, const float *ref,
+                                                     int rows, int n, int planes, float *scores) {
+    static void (*const kinds[4])(const tkvi_reading *rd, int from, int n, const float *q, const float *more,
+                                  int rows, float *scores) = {tkvi_table_k_avx512, tkvi_bytes_k_avx512,
+                                                              tkvi_channels_k_avx512, tkvi_turning_k_avx512};
+    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_READ_FLOATS], less[TKVI_ROWS];
+    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_READ_FLOATS]; /* outliers */
+    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
+    tkvi_reading rd;
+    int from, r, t, step, kind;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    tkvi_reading_queries(&rd, q, ref, rows, x, less);
+    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
+    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
+    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.vectors) * sizeof *more);
+    if (rd.rope) tkvi_reading_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += step) {
+        const int count = tkvi_min(step, n - from);
+        int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+        for (r = 0; r < rows; r += 4)
+            kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
+                        scores + r * TKVI_BLOCK + from);
+        while (out > 0) *where[--out] = 0.0f;
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            float *at = scores + r * TKVI_BLOCK + t;
+            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
+        }
+}
+
+/* nv vectors of 16 channels x up to 4 rows, over all tokens. */
+TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_reading *rd, tkvi_code_kind kind, const float *p,
+                                             int rows, int n, int first, const int nr, const int nv,
+                                             float *out) {
+    const uint8_t *src = rd->codes + first * rd->bits / 8;
+    const float *by = rd->by;
+    tkvi_apart_avx512 apart;
+    int t, r, j;
+    __m512 acc[4][4];
+    tkvi_apart_of_avx512(rd, &apart);
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    }
+    for (t = 0; t < n; t++, src += rd->row, by += rd->per) {
+        __m512 x[4];
+        if (first == 0) tkvi_reading_prefetch(rd, t);
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++) {
+            x[j] = tkvi_level_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
+            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+        }
+    }
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        TKVI_UNROLL
+        for (j = 0; j < nv; j++)
+            if (r < rows) {
+                float *o = out + r * rd->s->pad + first + 16 * j;
+                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+            }
+    }
+}
+
+#define TKVI_DECODED_V_(name, kind)                                                                          \
+    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_reading *rd, const float *p, int rows,  \
+                                                          int n, float *out) {                               \
+        int c = 0;                                                                                           \
+        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
+            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
+            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
+        }                                                                                                    \
+        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
+    }
+TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
+TKVI_DECODED_V_(bytes, rd->kind)
+#undef TKVI_DECODED_V_
+
+static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                     const uint8_t *next, const float *p, int rows, int n,
+                                                     int planes, float *out) {
+    static void (*const kinds[2])(const tkvi_reading *rd, const float *p, int rows, int n,
+                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
+    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_reading rd;
+    float *o = s->grid && s->rotate ? sum : out;
+    int r, c, t;
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
+        return;
+    }
+    if (rd.parts) tkvi_parts_avx512(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    for (r = 0; r < rows; r += 4)
+        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_outliers_v(&rd, p, rows, n, out);
+    for (r = 0; r < rows && !s->grid; r++) { /* the middles of KVQUANT */
+        __m512 plus = _mm512_setzero_ps();
+        for (t = 0; t < TKVI_BLOCK; t += 16)
+            plus =
+                _mm512_fmadd_ps(_mm512_load_ps(rd.plus + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
+        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
+        for (c = 0; c < s->pad; c += 16)
+            _mm512_storeu_ps(out + r * s->pad + c,
+                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
+    }
+}
+
+/* >>tiles */
+/* Codes shifted right by `right` where they stand (left if negative), `bits` of them masked out; the 16-bit shift
+ * moves bits into the neighbour byte, the mask takes them away. */
+TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
+    if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
+    if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
+    return _mm512_and_si512(x, tkvi_all_avx512(mask));
+}
+
+/* The codes of one tile as bytes, plane by plane; see core/tile.h for what stands where. */
+TKVI_FLAT_AVX512 void tkvi_planes_avx512(const int width, const uint8_t *wide, const uint8_t *tops, int half,
+                                         __m512i *code) {
+    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits that are not in the 1-bit half */
+    int p;
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_bytes_avx512(wide + 64 * p);
+        return;
+    }
+    if (low == 4) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++)
+            code[p] = tkvi_field_avx512(tkvi_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
+    } else if (low == 2) {
+        const __m512i x = tkvi_bytes_avx512(wide);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
+    }
+    if (width == 6) {
+        const __m512i x = tkvi_bytes_avx512(wide + 128);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
+    }
+    if (width & 1) {
+        const __m512i x =
+            _mm512_srl_epi16(tkvi_bytes_avx512(tops + (half >> 1) * 64), _mm_cvtsi32_si128((half & 1) * 4));
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
+            code[p] = width == 1 ? top : _mm512_or_si512(code[p], top);
+        }
+    }
+}
+
+/* The 16 levels in each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_levels_avx512(const int8_t *levels) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+/* 64 neighbours from four vectors that were packed to bytes. */
+TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    x);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Which of four rows want two planes, by their largest weights and sums of squares. */
+TKVI_FLAT_AVX512 __mmask8 tkvi_tower_avx512(const tkvi_folding *a, __m128 most, __m128 squares, int top) {
+    return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
+                           _mm_mul_ps(_mm_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+}
+
+/* Four rows go together so that their horizontal sums do, four vectors so that they pack to one of bytes. Rows that
+ * are not there repeat the last one. */
+TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    __m512 most[4], rest[4], squares[4];
+    __m512i middle[4], middle_lo[4];
+    __m128 m, step, inverse;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int i, j, r, second = a->wide;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        middle[r] = middle_lo[r] = _mm512_setzero_si512();
+    }
+    for (i = 0; i < a->n; i += 16) {
+        __m512 scale = _mm512_loadu_ps(a->scale + i);
+        __m512i twice =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
+        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(0.5f));
+        __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
+        zero = _mm512_fmadd_ps(centre, scale, zero);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * a->n + i);
+            const __m512 y = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
+            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
+            _mm512_store_ps(folded[r] + i, y);
+        }
+    }
+    for (; i % 64 != 0; i += 16) {
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
+    }
+    m = tkvi_max4_avx512(most);
+    tower = tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_PLANE);
+    if (a->planes == 2) tower = 15;
+    if (tower) second = a->n;
+    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
+                               _mm_set1_ps((float)TKVI_PLANE), m);
+    _mm_store_ps(by, inverse);
+    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_PLANE));
+    for (i = 0; i < a->n; i += 64) {
+        const __m512i c = tkvi_bytes_avx512(a->centre2 + i);
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
+            const __m512 inverse_r = _mm512_set1_ps(by[r]);
+            __m512 y[4];
+            __m512i v[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                y[j] = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), inverse_r);
+                v[j] = tkvi_nearest_avx512(y[j]);
+            }
+            v[0] = _mm512_packs_epi32(v[0], v[1]);
+            v[1] = _mm512_packs_epi32(v[2], v[3]);
+            if (i < second) { /* v = 128 hi + lo, lo 0..127; narrow ones have no lo */
+                const int two = (tower >> r & 1) ? a->n - i : a->wide - i;
+                const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
+                __m512i u[4], full, lo;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++)
+                    u[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[j], _mm512_set1_ps(128.0f)));
+                u[0] = _mm512_packs_epi32(u[0], u[1]);
+                u[1] = _mm512_packs_epi32(u[2], u[3]);
+                full = tkvi_in_order_avx512(
+                    _mm512_packs_epi16(_mm512_srai_epi16(u[0], 7), _mm512_srai_epi16(u[1], 7)));
+                lo = tkvi_in_order_avx512(_mm512_packs_epi16(_mm512_and_si512(u[0], _mm512_set1_epi16(127)),
+                                                             _mm512_and_si512(u[1], _mm512_set1_epi16(127))));
+                lo = _mm512_maskz_mov_epi8(wide, lo);
+                _mm512_storeu_si512((void *)(a->lo + at), lo);
+                middle_lo[r] = _mm512_dpbusd_epi32(middle_lo[r], c, lo);
+                v[0] = _mm512_mask_mov_epi8(tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1])), wide, full);
+            } else {
+                v[0] = tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1]));
+            }
+            _mm512_storeu_si512((void *)(a->w + at), v[0]);
+            middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
+        }
+    }
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
+    return second;
+}
+
+/* p has 64 tokens: it stays in registers from its products to its bytes. */
+TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_folding *a, int first, int left, const int nr,
+                                         tkvi_fold *f) {
+    const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
+    __m512 y[4][4], most[4], rest[4], squares[4];
+    __m512i sum[4], sum_lo[4];
+    __m128 m, top, step;
+    __mmask8 tower;
+    TKVI_ALIGNED float by[4];
+    int j, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
+        sum[r] = sum_lo[r] = _mm512_setzero_si512();
+    }
+    TKVI_UNROLL
+    for (j = 0; j < 4; j++) {
+        const __m512 scale = _mm512_loadu_ps(a->scale + 16 * j);
+        const __m512 zero =
+            _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK + 16 * j);
+            y[r][j] = _mm512_mul_ps(v, scale);
+            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
+            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
+            squares[r] = _mm512_fmadd_ps(y[r][j], y[r][j], squares[r]);
+        }
+    }
+    m = tkvi_max4_avx512(most);
+    tower = a->planes == 2 ? 15 : tkvi_tower_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
+    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), tower, _mm_set1_ps((float)TKVI_TWO_PLANES));
+    _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
+    top = _mm_mask_mov_ps(top, tower, _mm_set1_ps((float)TKVI_PLANE));
+    step = _mm_div_ps(m, top);
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) {
+        const int at = (first + r) * TKVI_BLOCK;
+        const __m512 inverse = _mm512_set1_ps(by[r]);
+        __m512i v[4], lo = _mm512_setzero_si512();
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
+        v[0] = _mm512_packus_epi32(v[0], v[1]);
+        v[1] = _mm512_packus_epi32(v[2], v[3]);
+        if (tower) {
+            if (tower >> r & 1) { /* 128 hi + lo, lo 0..127 */
+                lo = tkvi_in_order_avx512(
+                    _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
+                v[0] = _mm512_srli_epi16(v[0], 7);
+                v[1] = _mm512_srli_epi16(v[1], 7);
+            }
+            _mm512_storeu_si512((void *)(a->lo + at), lo);
+            sum_lo[r] = _mm512_dpbusd_epi32(sum_lo[r], lo, ones);
+        }
+        v[0] = tkvi_in_order_avx512(_mm512_packus_epi16(v[0], v[1]));
+        _mm512_storeu_si512((void *)(a->w + at), v[0]);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
+    }
+    tkvi_plane_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
+                    _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
+    tkvi_plane_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
+                    tower ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
+                          : _mm_setzero_si128());
+    return tower;
+}
+
+static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
+                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, 2, f)
+                                                  : tkvi_fold_k4_avx512(a, r, rows - r, 4, f));
+    return second;
+}
+
+static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_folding *a, int rows, tkvi_fold *f) {
+    int r, second = 0;
+    for (r = 0; r < rows; r += 4)
+        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
+                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
+                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
+                  << r;
+    return second;
+}
+
+/* 16 sums of row r become answers at out[at]. */
+TKVI_FLAT_AVX512 void tkvi_answer_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
+                                         const int add, __m512i sum) {
+    const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
+    __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
+    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
+    if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
+}
+
+/* Accumulators of four rows, one vector for each plane (K) or slab and parity of planes (V). Named ones stay in
+ * registers with every compiler, arrays do not. */
+#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
+#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, 0, add, a##r);                                                     \
+        tkvi_answer_avx512(d, d->fold, r, 16, add, b##r);                                                    \
+        tkvi_answer_avx512(d, d->fold_group, r, 32, add, c##r);                                              \
+        tkvi_answer_avx512(d, d->fold_group, r, 48, add, d##r);                                              \
+    }
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM));                                       \
+        a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKV_MAX_HEAD_DIM + d->w_group));                          \
+        c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
+    }
+#define TKVI_RUN_(width)                                                                                     \
+    i = tkvi_min(s->runs.n[width], left);                                                                    \
+    for (left -= i; i > 0; i--, w += 4) {                                                                    \
+        tkvi_planes_avx512(width, wide, d->tops, half, x);                                                   \
+        if (d->ahead && (i & d->turns) == d->turn) {                                                         \
+            tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
+            tkvi_prefetch_rest(d);                                                                           \
+        }                                                                                                    \
+        wide += tkvi_wide_bytes[width];                                                                      \
+        half += tkvi_has_half[width];                                                                        \
+        TKVI_ROWS_(TKVI_MAC_)                                                                                \
+    }
+
+/* K: plane p of a tile is tokens 16p .. 16p + 15, its lanes. */
+TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
+    const tkvi_side *s = d->s;
+    const uint8_t *wide = d->wide;
+    const int8_t *w = d->w;
+    __m512i x[4], four;
+    int half = d->half, left = d->tiles, i;
+    TKVI_ROWS_(TKVI_ZERO_)
+    TKVI_RUN_(8)
+    TKVI_RUN_(6)
+    TKVI_RUN_(5)
+    TKVI_RUN_(4)
+    TKVI_RUN_(3)
+    TKVI_RUN_(2)
+    TKVI_RUN_(1)
+    if (d->add) {
+        const int add = 1;
+        TKVI_ROWS_(TKVI_SAVE_)
+    } else {
+        const int add = 0;
+        TKVI_ROWS_(TKVI_SAVE_)
+    }
+}
+#undef TKVI_RUN_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+#define TKVI_MAC_(r)                                                                                         \
+    if (r < nw) {                                                                                            \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 0));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 4));                                         \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 8));                                         \
+        a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
+        b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
+        four = _mm512_set1_epi32(tkvi_four(w + r * TKVI_BLOCK + 12));                                        \
+        c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
+        d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
+    }
+#define TKVI_SAVE_(r)                                                                                        \
+    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
+        tkvi_answer_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                              \
+        if (how == TKVI_PAIRS || next)                                                                       \
+            tkvi_answer_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));                     \
+    }
+enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
+
+/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d), or the two channels of pairs. Weights are the
+ * unsigned operand, codes the signed one. Of an odd number of slabs the last is done twice. */
+TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
+                                            const int nw) {
+    const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
+    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from one slab to the other */
+    const uint8_t *wide = d->wide + 4 * slab * bytes;
+    const int8_t *w = d->w;
+    const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
+    __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
+    int half = d->half + 4 * slab * has_half, t, p;
+    TKVI_ROWS_(TKVI_ZERO_)
+    if (how != TKVI_PLAIN) {
+        table = upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
+        if (how == TKVI_PAIRS) upper = tkvi_levels_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
+    }
+    for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
+        tkvi_planes_avx512(width, wide, d->tops, half, x);
+        if (how != TKVI_PAIRS)
+            tkvi_planes_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            if (how != TKVI_PLAIN) {
+                y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
+                x[p] = _mm512_shuffle_epi8(table, x[p]);
+            } else if (width == 8) {
+                x[p] = _mm512_xor_si512(x[p], tkvi_all_avx512(128));
+                y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+            }
+        }
+        if (d->ahead && (t / 16 & d->turns) == d->turn) {
+            tkvi_prefetch_bytes(wide, bytes, d->ahead);
+            if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
+            tkvi_prefetch_rest(d);
+            if (has_half)
+                tkvi_prefetch_rest(d); /* these two tiles have one line more, and there are scales */
+        }
+        TKVI_ROWS_(TKVI_MAC_)
+        wide += bytes;
+        half += has_half;
+    }
+    TKVI_ROWS_(TKVI_SAVE_)
+}
+#undef TKVI_ROWS_
+#undef TKVI_ZERO_
+#undef TKVI_MAC_
+#undef TKVI_SAVE_
+
+/* What is seldom met (1, 5, 6 bits; one table): four rows, however many there are, and nothing constant, as each kind
+ * takes a compiler its time. */
+static TKVI_TARGET_AVX512 void tkvi_dot_seldom_avx512(tkvi_products *d) {
+    int i;
+    for (i = 0; i < d->slabs; i += 2)
+        tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
+}
+
+#define TKVI_SLABS_(width)                                                                                   \
+    case width:                                                                                              \
+        for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
+        break;
+TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
+    int i;
+    if (d->pairs)
+        for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
+    else switch (d->s->levels ? 0 : d->width) {
+            TKVI_SLABS_(2)
+            TKVI_SLABS_(3)
+            TKVI_SLABS_(4)
+            TKVI_SLABS_(8)
+        default: tkvi_dot_seldom_avx512(d);
+        }
+}
+#undef TKVI_SLABS_
+
+/* Each number of rows is a function of its own: clang 14 keeps the accumulators in memory otherwise. */
+#define TKVI_DOTS_AVX512_(nw)                                                                                \
+    static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
+    static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
+TKVI_DOTS_AVX512_(1)
+TKVI_DOTS_AVX512_(2)
+TKVI_DOTS_AVX512_(4)
+#undef TKVI_DOTS_AVX512_
+
+/* All rows, in the passes that registers allow: 1, 2 or 4. What rows beyond the last one add up to is left. */
+static void tkvi_dot_avx512(tkvi_products *d, int rows) {
+    static const tkvi_dot dots[2][3] = {
+        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
+        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512},
+    };
+    tkvi_dot_rows(d, rows, dots[d->s->which]);
+}
+
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
+                                             tkvi_dot_avx512, 128};
+
+static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                const float *ref, int rows, int n, int planes, float *scores) {
+    (void)n;
+    tkvi_tiles_k(&tkvi_steps_avx512, s, src, next, q, ref, rows, planes, scores);
+}
+
+static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                int rows, int n, int planes, float *out) {
+    tkvi_tiles_v(&tkvi_steps_avx512, s, src, next, p, rows, n, planes, out);
+}
+
+/* Four rows at once; rows that are not there repeat the last one. */
+static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, t, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        const __mmask8 there = (__mmask8)((1 << nr) - 1);
+        const float *row[4];
+        TKVI_ALIGNED float top[4];
+        __m512 most[4], sums[4];
+        __m128 high;
+        __mmask8 sees;
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) {
+            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
+            most[r] =
+                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
+                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
+            sums[r] = _mm512_setzero_ps();
+        }
+        high = tkvi_max4_avx512(most);
+        sees = _mm_mask_cmp_ps_mask(there, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        seen += (int)sees;
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(there, m + first)); /* hidden rows: 0, and exp of -1e30 */
+        _mm_mask_storeu_ps(m + first, sees, high);
+        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
+        for (r = 0; r < nr; r++)
+            for (t = 0; t < TKVI_BLOCK; t += 16) {
+                const __m512 y =
+                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
+                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
+                sums[r] = _mm512_add_ps(sums[r], y);
+            }
+        _mm_mask_storeu_ps(sum + first, there, tkvi_sum4_avx512(sums));
+    }
+    return seen;
+}
+
+static const tkvi_kernels tkvi_kernels_avx512 = {
+    TKV_ISA_AVX512,
+    "avx512",
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
+     tkvi_decoded_k_avx512},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
+     tkvi_decoded_v_avx512},
+    &tkvi_helpers_avx512,
+    tkvi_exp64_avx512,
+    tkvi_max64_avx512,
+    tkvi_weigh_avx512,
+};
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#endif /* TKVI_AVX512 */
+
+#endif /* TKVI_KERNELS_AVX512_H */

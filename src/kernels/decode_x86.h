@@ -1,0 +1,273 @@
+/*
+ * kernels/decode_x86.h - TKVI_AS_DECODED formats for attention on x86: codes become levels in registers, between the
+ * load and the products. This file has what is the same with any vectors: where codes, levels and scales of a
+ * side are, and what is done to the query instead of to each token. kernels/avx2.h and kernels/avx512.h have
+ * the products. Calls kernels/x86.h.
+ *
+ *     x[c] = level[code[c]] * by + plus     by, plus: of each channel (keys of KVQUANT), or of each token and
+ *                                           2^shift channels (the rest)
+ * and outliers, which are added to the answer. The query has the options of a format:
+ *     center    q.(y + mean) = q.y + q.mean
+ *     rotate    q.(turned back y) = (turned q).y; values are turned back after the sum
+ *     RoPE      q.(k turned by start + t) = (q turned back by start).(k turned by t); positions of 0 .. 15 are
+ *               in a table, and the query is turned back by 16 more after 16 tokens
+ * and q.ref is taken off last: in floats, 1e-7 of a large bias is far below what these formats lose of it.
+ * Sums are in another order than decode has them: attention is within rounding of it, not bit-identical.
+ *
+ * Channels come in vectors of 16. Where keys turn, vectors 2i and 2i + 1 are the partners of 16 pairs.
+ */
+#ifndef TKVI_KERNELS_DECODE_X86_H
+#define TKVI_KERNELS_DECODE_X86_H
+
+#include "kernels/x86.h"
+
+#ifdef TKVI_X86
+
+typedef enum tkvi_code_kind {
+    TKVI_CODES_TABLE, /* 2 to 4 bits */
+    TKVI_CODES_INT8,
+    TKVI_CODES_E4M3,
+    TKVI_CODES_E5M2
+} tkvi_code_kind;
+
+/* A side as rows of codes. */
+typedef struct tkvi_reading {
+    const tkvi_side *s;
+    const tkvi_rope *rope;
+    const uint8_t *codes, *slots; /* slots: outliers of KVQUANT */
+    size_t row;
+    int bits, by_channel, shift, per; /* by[token * per + (channel >> shift)], plus[token] */
+    tkvi_code_kind kind;
+    const uint8_t *parts; /* E4M3 factors of 16 channels, to be multiplied into by: [token][per] */
+    uintptr_t ahead;
+    int vectors, pairs;                /* pairs: how many of the vectors are partners */
+    int at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
+    TKVI_ALIGNED float level[16];
+    TKVI_ALIGNED float by[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], plus[TKV_MAX_HEAD_DIM + 32];
+} tkvi_reading;
+
+#define TKVI_READ_FLOATS (TKV_MAX_HEAD_DIM + 32) /* of a row of q, at most */
+
+static void tkvi_reading_levels(tkvi_reading *r, const float *level,
+                                int bits) { /* any higher bits may stand */
+    int i;
+    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
+}
+
+static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_helpers *help) {
+    const tkvi_side *s = r->s;
+    const tkvi_token_at at = tkvi_token_places(s);
+    float level[16];
+    int c;
+    r->row = at.row;
+    r->bits = s->grid->bits;
+    r->per = s->groups;
+    r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    if (r->bits == 4) {
+        for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
+        tkvi_reading_levels(r, level, 4);
+    } else {
+        r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
+                  : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
+                                               : TKVI_CODES_E5M2;
+    }
+    if (at.parts) {
+        r->parts = src + at.part;
+        r->per = at.parts;
+        r->shift = 4;
+    }
+    help->halves(src + at.scale, TKVI_BLOCK * s->groups, r->by);
+    return 1;
+}
+
+/* Where the vectors are; 0: not at whole bytes. */
+static int tkvi_reading_vectors(tkvi_reading *r) {
+    const tkvi_rope *rope = r->rope;
+    int c = 0, n = 0, i;
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16) {
+            r->at[n++] = i * rope->step * r->bits / 8;
+            r->at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
+        }
+        c = 2 * rope->pairs;
+        if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
+    }
+    r->pairs = n;
+    for (; c < r->s->dim; c += 16) r->at[n++] = c * r->bits / 8;
+    r->vectors = n;
+    return 1;
+}
+
+/* Channels in the order of the vectors, the rest 0. */
+static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *to) {
+    const tkvi_rope *rope = r->rope;
+    const int dim = r->s->dim;
+    int i, j, c = 0;
+    if (16 * r->vectors > dim) memset(to, 0, (size_t)(16 * r->vectors) * sizeof *to);
+    if (rope) {
+        for (i = 0; i < rope->pairs; i += 16, to += 32) {
+            const int n = tkvi_min(16, rope->pairs - i);
+            if (rope->step == 1 && n == 16) {
+                memcpy(to, from + i, 16 * sizeof *to);
+                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
+                continue;
+            }
+            for (j = 0; j < n; j++) {
+                to[j] = from[(i + j) * rope->step];
+                to[16 + j] = from[(i + j) * rope->step + rope->apart];
+            }
+        }
+        c = 2 * rope->pairs;
+    }
+    memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
+}
+
+/* What a side is read by; 0: nobody here knows it. */
+static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                              const tkvi_helpers *help) {
+    tkvi_kvquant_ranges own;
+    tkvi_book standard;
+    r->s = s;
+    r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    r->codes = src;
+    r->ahead = tkvi_ahead(src, next);
+    r->slots = r->parts = NULL;
+    r->kind = TKVI_CODES_TABLE;
+    r->by_channel = r->per = r->shift = 0;
+    if (s->grid) return tkvi_reading_token(r, src, help) && tkvi_reading_vectors(r);
+    if (s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
+    r->row = tkvi_kvquant_places(s).row;
+    r->bits = s->format->bits;
+    if (!tkvi_reading_vectors(r)) return 0;
+    if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
+    tkvi_reading_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
+    r->by_channel = s->which == TKV_K;
+    if (r->by_channel) {
+        if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
+        tkvi_reading_order(r, own.radius, r->by);
+        tkvi_reading_order(r, own.middle, r->plus);
+    } else {
+        r->per = 1;
+        r->shift = 8;
+        help->halves(src + s->code_bytes, TKVI_BLOCK, r->by);
+        help->halves(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->plus);
+    }
+    return 1;
+}
+
+/* Between the products: what the next record has where token t of this one is. */
+TKVI_FLAT void tkvi_reading_prefetch(const tkvi_reading *r, int t) {
+    const tkvi_side *s = r->s;
+    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row, (int)r->row, r->ahead);
+    if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
+        tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
+}
+
+/* Rows of floats as the kernels of the exact tiers see them. */
+static void tkvi_reading_scratch(const tkvi_reading *r, tkvi_side *plain) {
+    *plain = *r->s;
+    plain->format = &tkvi_formats[TKV_F32];
+    plain->pad = (int16_t)(16 * r->vectors);
+}
+
+TKVI_FLAT int32_t tkvi_int_at(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+/* Cosine and sine by which RoPE turns the block's first key: as tkvi_cos_sin, but in floats (1e-7). */
+static TKVI_TARGET_AVX2 void tkvi_reading_angles(const tkvi_reading *r, float *cosine, float *sine) {
+    const uint64_t start = (uint64_t)(int64_t)tkvi_int_at(r->codes + r->s->code_bytes);
+    const __m256i one = _mm256_set1_epi32(1);
+    TKVI_ALIGNED int32_t turns[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < r->rope->pairs; j++) turns[j] = (int32_t)(uint32_t)(start * r->rope->turn[j] >> 32);
+    for (; j % 16 != 0; j++) turns[j] = 0; /* vectors of 16 are read: no rubbish, which could be NaN */
+    for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
+        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(turns + j));
+        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
+        const __m256 x =
+            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
+                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
+        const __m256 z = _mm256_mul_ps(x, x);
+        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
+        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
+               y;
+        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
+        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
+        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
+        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
+        y = _mm256_blendv_ps(s, c, swap); /* a quarter further: sine is cosine, cosine is -sine */
+        c = _mm256_blendv_ps(c, s, swap);
+        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
+        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
+                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
+        _mm256_storeu_ps(cosine + j, c);
+        _mm256_storeu_ps(sine + j, s);
+    }
+}
+
+/* Queries as vectors meet them: [row][16 * vectors]; and what every score is short of. */
+static void tkvi_reading_queries(const tkvi_reading *r, const float *q, const float *ref, int rows, float *to,
+                                 float *less) {
+    const tkvi_side *s = r->s;
+    float plain[TKV_MAX_HEAD_DIM];
+    int i, c;
+    memcpy(plain, ref, (size_t)s->pad * sizeof(float));
+    if (s->grid && s->center)
+        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_half_at(r->codes + tkvi_token_places(s).mean + 2 * c);
+    for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
+    for (i = 0; i < rows; i++) {
+        memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
+        if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
+        tkvi_reading_order(r, plain, to + 16 * i * r->vectors);
+    }
+}
+
+/* Where channel c is in the order of the vectors. */
+TKVI_FLAT int tkvi_reading_place(const tkvi_reading *r, int c) {
+    const tkvi_rope *rope = r->rope;
+    int second, pair;
+    if (!rope) return c;
+    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->pairs;
+    second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
+    return pair / 16 * 32 + pair % 16 + 16 * second;
+}
+
+TKVI_FLAT_AVX2 float tkvi_half_x86(const uint8_t *p) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
+}
+
+/* Outliers of n keys into rows of zeros, [16 * vectors] each. Returns how many there are, and where. */
+static TKVI_TARGET_AVX2 int tkvi_outliers_k(const tkvi_reading *r, int from, int n, float *more,
+                                            float **where) {
+    const uint8_t *p = r->slots + 3 * from * r->s->slots;
+    int t, i, count = 0;
+    for (t = 0; t < n; t++, more += 16 * r->vectors)
+        for (i = 0; i < r->s->slots; i++, p += 3)
+            if (p[0] < r->s->dim) {
+                where[count] = more + tkvi_reading_place(r, p[0]);
+                *where[count++] += tkvi_half_x86(p + 1);
+            }
+    return count;
+}
+
+static TKVI_TARGET_AVX2 void tkvi_outliers_v(const tkvi_reading *r, const float *p, int rows, int n,
+                                             float *out) {
+    const uint8_t *at = r->slots;
+    int t, i, k;
+    for (t = 0; t < n; t++)
+        for (i = 0; i < r->s->slots; i++, at += 3) {
+            const float x = tkvi_half_x86(at + 1);
+            if (at[0] >= r->s->dim) continue;
+            for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
+        }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_DECODE_X86_H */

@@ -1,0 +1,89 @@
+/*
+ * kernels/dispatch.h - which kernels this processor can run.
+ *
+ * x86 asks cpuid, and xgetbv whether the operating system saves the registers, each time a cache is created:
+ * no globals. NEON and WASM SIMD are what the compiler was told; other machines have the scalar table. Calls the
+ * kernel files.
+ */
+#ifndef TKVI_KERNELS_DISPATCH_H
+#define TKVI_KERNELS_DISPATCH_H
+
+#include "kernels/avx512.h"
+#include "kernels/vectors_128.h"
+
+#ifdef TKVI_X86
+#if defined(_MSC_VER)
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+
+static void tkvi_cpuid(uint32_t leaf, uint32_t *r) { /* eax ebx ecx edx of subleaf 0 */
+#if defined(_MSC_VER)
+    int x[4], i;
+    __cpuidex(x, (int)leaf, 0);
+    for (i = 0; i < 4; i++) r[i] = (uint32_t)x[i];
+#else
+    __cpuid_count(leaf, 0, r[0], r[1], r[2], r[3]);
+#endif
+}
+
+static uint32_t tkvi_xcr0(void) {
+#if defined(_MSC_VER)
+    return (uint32_t)_xgetbv(0);
+#else
+    uint32_t lo, hi;
+    __asm__ volatile(".byte 0x0f, 0x01, 0xd0"
+                     : "=a"(lo), "=d"(hi)
+                     : "c"(0)); /* xgetbv, also for old assemblers */
+    return lo;
+#endif
+}
+
+static int tkvi_bits_set(uint32_t x, uint32_t bits) { return (x & bits) == bits; }
+
+static tkv_isa tkvi_best_isa(void) {
+    uint32_t r[4], one, xcr0, seven_b, seven_c;
+    tkvi_cpuid(0, r);
+    if (r[0] < 7) return TKV_ISA_SCALAR;
+    tkvi_cpuid(1, r);
+    one = r[2];
+    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* OSXSAVE: xgetbv may be called */
+    xcr0 = tkvi_xcr0();
+    tkvi_cpuid(7, r);
+    seven_b = r[1];
+    seven_c = r[2];
+    /* xmm and ymm saved; FMA, AVX, F16C; AVX2 */
+    if (!tkvi_bits_set(xcr0, 0x6u) || !tkvi_bits_set(one, 1u << 12 | 1u << 28 | 1u << 29))
+        return TKV_ISA_SCALAR;
+    if (!tkvi_bits_set(seven_b, 1u << 5)) return TKV_ISA_SCALAR;
+    /* masks and zmm saved; F, DQ, BW, VL; VNNI */
+    if (!tkvi_bits_set(xcr0, 0xe6u) || !tkvi_bits_set(seven_b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31))
+        return TKV_ISA_AVX2;
+    return tkvi_bits_set(seven_c, 1u << 11) ? TKV_ISA_AVX512 : TKV_ISA_AVX2;
+}
+#endif /* TKVI_X86 */
+
+/* The kernels of an instruction set, TKV_ISA_AUTO being the best here; NULL if this one is not available. */
+static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
+#ifdef TKVI_X86
+    tkv_isa best = tkvi_best_isa();
+#ifdef TKVI_AVX512
+    if (best == TKV_ISA_AVX512 && (isa == TKV_ISA_AUTO || isa == TKV_ISA_AVX512)) return &tkvi_kernels_avx512;
+#endif
+    if (best >= TKV_ISA_AVX2 && (isa == TKV_ISA_AUTO || isa == TKV_ISA_AVX2)) return &tkvi_kernels_avx2;
+#endif
+#ifdef TKVI_128
+    if (isa == TKV_ISA_AUTO || isa == TKVI_ISA_128) return &tkvi_kernels_128;
+#endif
+    return isa == TKV_ISA_AUTO || isa == TKV_ISA_SCALAR ? &tkvi_kernels_scalar : NULL;
+}
+
+TKV_API int tkv_isa_available(tkv_isa isa) { return tkvi_kernels_for(isa) != NULL; }
+
+TKV_API const char *tkv_isa_name(tkv_isa isa) {
+    static const char *const names[TKV_ISA_COUNT] = {"auto", "scalar", "avx2", "avx512", "neon", "wasm"};
+    return isa >= TKV_ISA_AUTO && isa < TKV_ISA_COUNT ? names[isa] : NULL;
+}
+
+#endif /* TKVI_KERNELS_DISPATCH_H */

@@ -1,0 +1,864 @@
+/*
+ * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI, and who has such kernels.
+ *
+ * One shape: 8 tokens or channels x 16 or 32 rows = 16 accumulators, of floats or of integers (vpdpbusd: codes of K
+ * are the unsigned operand and weights the signed one; in V it is the other way round).
+ */
+#ifndef TKVI_KERNELS_PREFILL_AVX512_H
+#define TKVI_KERNELS_PREFILL_AVX512_H
+
+#include "kernels/prefill.h"
+
+#ifdef TKVI_AVX512
+
+#if defined(__GNUC__) && !defined(__clang__) /* as in kernels/avx512.h */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+/* >>products */
+#define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+
+TKVI_FLAT_AVX512 void tkvi_many_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
+                                           float *out) {
+    __m512 from = _mm512_loadu_ps(rest);
+    if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
+}
+
+/* Accumulator j of row vector a or b: a named variable each, in a function with one loop. Compilers then keep them in
+ * registers; gcc 12 has two copies of each, as it converts them to lanes of 32 bits in the loop, if it can see that
+ * they will be such. */
+#define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
+#define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
+#define TKVI_MAC_(j)                                                                                         \
+    four = _mm512_set1_epi32(x[j]);                                                                          \
+    a##j = keys ? _mm512_dpbusd_epi32(a##j, four, wa) : _mm512_dpbusd_epi32(a##j, wa, four);                 \
+    if (nv > 1) b##j = keys ? _mm512_dpbusd_epi32(b##j, four, wb) : _mm512_dpbusd_epi32(b##j, wb, four);
+#define TKVI_STEP_                                                                                           \
+    wa = tkvi_bytes_avx512(w);                                                                               \
+    wb = nv > 1 ? tkvi_bytes_avx512(w + 64) : wa;                                                            \
+    TKVI_EIGHT_(TKVI_MAC_)                                                                                   \
+    w += 64 * nv;                                                                                            \
+    x += keys ? TKVI_BLOCK : 16;
+#define TKVI_OUT_(j)                                                                                         \
+    tkvi_many_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                            \
+    if (nv > 1) tkvi_many_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+TKVI_FLAT_AVX512 void tkvi_many_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
+                                             const float *rest, float *out, const int keys, const int nv,
+                                             const int add) {
+    __m512i wa, wb, four;
+    int i;
+    TKVI_EIGHT_(TKVI_FROM_)
+    for (i = 0; i < n; i += keys ? 1 : 4) {
+        TKVI_STEP_
+        if (!keys) { /* of 16 steps, mostly */
+            TKVI_STEP_
+            TKVI_STEP_
+            TKVI_STEP_
+        }
+    }
+    TKVI_EIGHT_(TKVI_HIDE_)
+    TKVI_EIGHT_(TKVI_OUT_)
+}
+#undef TKVI_HIDE_
+#undef TKVI_STEP_
+#undef TKVI_FROM_
+#undef TKVI_MAC_
+#undef TKVI_OUT_
+
+/* The same in floats: out[j][lanes] = sum over n of y[n][lanes] x[n * step + j * apart], or more by that. */
+#define TKVI_FROM_(j)                                                                                        \
+    __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
+    __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
+#define TKVI_MAC_(j)                                                                                         \
+    one = _mm512_set1_ps(x[j * apart]);                                                                      \
+    a##j = _mm512_fmadd_ps(ya, one, a##j);                                                                   \
+    if (nv > 1) b##j = _mm512_fmadd_ps(yb, one, b##j);
+#define TKVI_OUT_(j)                                                                                         \
+    _mm512_storeu_ps(out + j * 16 * nv, a##j);                                                               \
+    if (nv > 1) _mm512_storeu_ps(out + j * 16 * nv + 16, b##j);
+TKVI_FLAT_AVX512 void tkvi_many_floats_avx512(const float *y, const float *x, int n, const int step,
+                                              const int apart, const int nv, const int add, float *out) {
+    __m512 ya, yb, one;
+    int i;
+    TKVI_EIGHT_(TKVI_FROM_)
+    for (i = 0; i < n; i++, y += 16 * nv, x += step) {
+        ya = _mm512_loadu_ps(y);
+        yb = nv > 1 ? _mm512_loadu_ps(y + 16) : ya;
+        TKVI_EIGHT_(TKVI_MAC_)
+    }
+    TKVI_EIGHT_(TKVI_OUT_)
+}
+#undef TKVI_FROM_
+#undef TKVI_MAC_
+#undef TKVI_OUT_
+#undef TKVI_EIGHT_
+
+enum { TKVI_MANY_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+
+/* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
+ * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
+#define TKVI_MANY_PRODUCTS_(name, keys, nv, add)                                                             \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_##name##nv##_avx512(                              \
+        const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
+        tkvi_many_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                       \
+    }
+TKVI_MANY_PRODUCTS_(scores, 1, 1, 0)
+TKVI_MANY_PRODUCTS_(scores, 1, 2, 0)
+TKVI_MANY_PRODUCTS_(more, 1, 1, 1)
+TKVI_MANY_PRODUCTS_(more, 1, 2, 1)
+TKVI_MANY_PRODUCTS_(values, 0, 1, 1)
+TKVI_MANY_PRODUCTS_(values, 0, 2, 1)
+#undef TKVI_MANY_PRODUCTS_
+
+#define TKVI_MANY_FLOATS_(nv)                                                                                \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_key##nv##_avx512(const float *q, const float *x,  \
+                                                                            int n, float *out) {             \
+        tkvi_many_floats_avx512(q, x, n, 1, TKVI_MANY_WIDE, nv, 0, out);                                     \
+    }                                                                                                        \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_value##nv##_avx512(                               \
+        const float *p, const float *x, int n, float *out) {                                                 \
+        tkvi_many_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                                 \
+    }
+TKVI_MANY_FLOATS_(1)
+TKVI_MANY_FLOATS_(2)
+#undef TKVI_MANY_FLOATS_
+
+/* >>exact tiers */
+/* 8 tokens at a time; those beyond n repeat the last one. */
+static TKVI_TARGET_AVX512 void tkvi_many_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *q, const float *ref,
+                                                        int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_MANY_WIDE];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, j, c;
+    for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
+        if (t >= n) {
+            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
+            continue;
+        }
+        for (j = 0; j < 8; j++) {
+            const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
+            tkvi_prefetch_bytes(row, row_bytes, ahead);
+            for (c = 0; c < s->pad; c += 16)
+                _mm512_storeu_ps(
+                    x + j * TKVI_MANY_WIDE + c,
+                    _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
+        }
+        if (lanes > 16) tkvi_many_key2_avx512(q, x, s->pad, scores);
+        else tkvi_many_key1_avx512(q, x, s->pad, scores);
+    }
+}
+
+/* 16 channels at a time */
+static TKVI_TARGET_AVX512 void tkvi_many_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *p, int lanes, int n,
+                                                        float *out) {
+    TKVI_ALIGNED float x[16 * TKVI_BLOCK];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, c, j;
+    for (c = 0; c < s->pad; c += 16) {
+        for (t = 0; t < n; t++) {
+            _mm512_storeu_ps(x + 16 * t, tkvi_values_avx512(s->format->stored, src + t * row_bytes, c));
+            tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
+        }
+        for (j = 0; j < 16; j += 8, out += 8 * lanes) {
+            if (lanes > 16) tkvi_many_value2_avx512(p, x + j, n, out);
+            else tkvi_many_value1_avx512(p, x + j, n, out);
+        }
+    }
+}
+
+/* >>tiles */
+/* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
+TKVI_FLAT_AVX512 __m512i tkvi_many_four_avx512(const __m512i *x) {
+    const __m512i turn = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
+    return _mm512_shuffle_epi8(
+        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), turn);
+}
+
+/* top / most, 0 where weights are next to nothing */
+TKVI_FLAT_AVX512 __m512 tkvi_many_inverse_avx512(__m512 most, float top) {
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
+                               _mm512_set1_ps(top), most);
+}
+
+/* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
+TKVI_FLAT_AVX512 int tkvi_many_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+    return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
+                              _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
+}
+
+static const float tkvi_many_none[TKVI_MANY] = {0.0f};
+
+/* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
+typedef struct tkvi_many_fold {
+    TKVI_ALIGNED uint8_t w[2][TKVI_MANY_FLOATS]; /* [tile or quad][lanes][4] */
+    TKVI_ALIGNED float by[2][TKVI_MANY], rest[TKVI_MANY];
+    int second; /* so many tiles or quads have a second plane */
+} tkvi_many_fold;
+
+TKVI_FLAT_AVX512 void tkvi_many_steps_avx512(__m512 step, tkvi_many_fold *f, int v) {
+    _mm512_store_ps(f->by[0] + 16 * v, step);
+    _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
+}
+
+/* Of n tokens or channels, both planes of weights. */
+static void tkvi_many_scores_avx512(const tkvi_many_fold *f, int lanes, int tiles, const int32_t *x, int n,
+                                    float *out) {
+    for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
+        if (lanes > 16) tkvi_many_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        else tkvi_many_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        if (!f->second) continue;
+        if (lanes > 16) tkvi_many_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
+        else tkvi_many_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
+    }
+}
+
+static void tkvi_many_values_avx512(const tkvi_many_fold *f, int lanes, int quads, const int32_t *x, int n,
+                                    float *out) {
+    for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
+        if (lanes > 16) tkvi_many_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_many_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (!f->second) continue;
+        if (lanes > 16) tkvi_many_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
+        else tkvi_many_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
+    }
+}
+
+/* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each plane. */
+TKVI_FLAT_AVX512 __m512 tkvi_many_less_avx512(__m512 rest, const tkvi_many_fold *f, int v, const __m512i *sum,
+                                              float half) {
+    int plane;
+    for (plane = 0; plane < 2; plane++)
+        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
+                                _mm512_cvtepi32_ps(sum[plane]), rest);
+    return rest;
+}
+
+/* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
+typedef struct tkvi_many_keys {
+    const tkvi_side *s;
+    tkvi_many_queries *q;
+    const float *scale, *rest;
+    const uint8_t *centre2; /* by position, twice the centre of codes */
+    int coded, wide, planes;
+    float coarse;
+} tkvi_many_keys;
+
+/* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
+ * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first of
+ * two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
+enum { TKVI_MANY_ONE = 16384, TKVI_MANY_LEAST = TKVI_MANY_ONE / 16 };
+
+/* Scales of this block over those of the other one; 0 if that one was too different. */
+TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by) {
+    const tkvi_many_queries *q = a->q;
+    int c;
+    if (q->coded != a->coded) return 0;
+    for (c = 0; c < a->coded; c += 16) {
+        const __m512 scale = _mm512_loadu_ps(a->scale + c), inverse = _mm512_load_ps(q->inverse + c);
+        const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
+        const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
+        const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_MANY_LEAST)) &
+                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_MANY_ONE - 1));
+        const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
+        if (there & ~((none & zero) | (inside & ~none))) return 0;
+        _mm256_storeu_si256((__m256i *)(void *)(by + c), _mm512_cvtsepi32_epi16(x));
+    }
+    return 1;
+}
+
+/* This block is that other one from now on, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, int v) {
+    const int lanes = a->q->lanes;
+    const uint8_t *order = a->s->order;
+    __m512 most = _mm512_setzero_ps(), times;
+    int c, j;
+    for (c = 0; c < a->coded; c++) {
+        const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
+        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
+    }
+    times = tkvi_many_inverse_avx512(most, 32767.0f);
+    _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
+    for (c = 0; c < a->coded; c += 4) {
+        int16_t *to = a->q->whole + c * lanes + 64 * v;
+        __m512i x[4], y[2];
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) {
+            const float *from = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            x[j] = tkvi_nearest_avx512(
+                _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times));
+        }
+        x[0] = _mm512_packs_epi32(x[0], x[1]);
+        x[2] = _mm512_packs_epi32(x[2], x[3]);
+        y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
+        y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
+        _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
+        _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
+    }
+}
+
+/* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
+TKVI_FLAT_AVX512 void tkvi_many_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+    int64_t four;
+    memcpy(&four, by, 8);
+    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
+    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_many_load4_avx512(const uint8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+
+/* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
+static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, int v,
+                                                     int two, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
+    const int16_t *whole = a->q->whole + 64 * v;
+    const __m512i low = _mm512_set1_epi16(127);
+    __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
+    __mmask16 some;
+    int c, j;
+    most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
+    for (c = 0; c < a->coded; c += 4) {
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
+    }
+    TKVI_UNROLL
+    for (j = 0; j < 2; j++) { /* of four channels */
+        most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
+        most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
+        most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
+    }
+    /* rows in order: most << k is 16384 and more; b = 127 / (most << k), 127 .. 254 */
+    m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
+    m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
+    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)),
+                          23); /* vgetexpps: gcc 12's macro warns at -O0 */
+    k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
+    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
+                                          _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
+    tkvi_many_steps_avx512(
+        _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
+                      _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
+        f, v);
+    b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
+    k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
+    TKVI_UNROLL
+    for (j = 0; j < 2; j++) { /* to all four channels of a row */
+        const __m512i all =
+            _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
+                                     : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
+        times[j] = _mm512_shuffle_epi8(b, all);
+        shift[j] = _mm512_shuffle_epi8(k, all);
+    }
+    for (c = 0; c < two; c += 4) { /* 128 hi + lo */
+        __m512i lo[2];
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) {
+            y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
+            lo[j] = _mm512_and_si512(y[j], low);
+            y[j] = _mm512_srai_epi16(y[j], 7);
+        }
+        y[0] = _mm512_packs_epi16(y[0], y[1]);
+        lo[0] = _mm512_packs_epi16(lo[0], lo[1]);
+        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
+        sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
+        sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
+        _mm512_store_si512((void *)(f->w[1] + lanes * c + 64 * v), lo[0]);
+    }
+    TKVI_UNROLL
+    for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
+    for (; c < a->coded; c += 4) {
+        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
+        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
+        sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
+        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
+    }
+    _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    /* the largest weight is 127, or there is none */
+    some = _mm512_test_epi32_mask(squares, squares);
+    return two < a->coded &&
+           tkvi_many_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
+                                  _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+}
+
+/* Adds what does not depend on codes, for the 16 rows of vector v. */
+static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, int v, tkvi_many_fold *f) {
+    const int lanes = a->q->lanes;
+    const uint8_t *order = a->s->order;
+    __m512 rest[4];
+    int c, j;
+    TKVI_UNROLL
+    for (j = 0; j < 4; j++) rest[j] = _mm512_setzero_ps();
+    for (c = 0; c < a->s->pad; c += 4) {
+        TKVI_UNROLL
+        for (j = 0; j < 4; j++) {
+            const float *q = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
+            rest[j] = _mm512_fmadd_ps(_mm512_loadu_ps(q), _mm512_set1_ps(a->rest[c + j]), rest[j]);
+        }
+    }
+    rest[0] = _mm512_add_ps(_mm512_add_ps(rest[0], rest[1]), _mm512_add_ps(rest[2], rest[3]));
+    _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
+}
+
+static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, tkvi_many_fold *f) {
+    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
+    const int nv = a->q->lanes / 16;
+    int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
+    if (!tkvi_many_near_avx512(a, by)) {
+        a->q->coded = a->coded;
+        for (v = 0; v < nv; v++) tkvi_many_anew_avx512(a, v);
+        for (c = 0; c < a->coded; c++) {
+            const int some = fabsf(a->scale[c]) > 1e-34f;
+            a->q->inverse[c] = some ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
+            by[c] = some ? TKVI_MANY_ONE : 0;
+        }
+    }
+    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, v, two, f);
+    if (tower) two = a->coded;
+    for (v = 0; v < nv; v++) {
+        if (tower) (void)tkvi_many_round_avx512(a, by, v, two, f);
+        tkvi_many_rest_avx512(a, v, f);
+    }
+    f->second = two / 4;
+}
+
+#define TKVI_RUN_(width)                                                                                     \
+    for (i = 0; i < s->runs.n[width]; i++, x += TKVI_TILE_CODES) {                                           \
+        tkvi_planes_avx512(width, wide, tops, half, y);                                                      \
+        tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
+        wide += tkvi_wide_bytes[width];                                                                      \
+        half += tkvi_has_half[width];                                                                        \
+        TKVI_UNROLL                                                                                          \
+        for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
+    }
+/* All tiles to bytes: [tile][64 tokens][4] */
+static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                         uintptr_t ahead, uint8_t *x) {
+    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    __m512i y[4];
+    int half = 0, i, p;
+    TKVI_RUN_(8)
+    TKVI_RUN_(6)
+    TKVI_RUN_(5)
+    TKVI_RUN_(4)
+    TKVI_RUN_(3)
+    TKVI_RUN_(2)
+    TKVI_RUN_(1)
+    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+}
+#undef TKVI_RUN_
+
+/* zero - ref + centre * scale, in place of zero */
+static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                      const float *ref, const float *scale, float *zero) {
+    const __m512 half = _mm512_set1_ps(0.5f);
+    int c, g;
+    for (c = 0; c < s->pad; c += 16) {
+        const __m512 middle = _mm512_mul_ps(half, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(
+                                                      (const __m128i *)(const void *)(centre2 + c)))));
+        for (g = 0; g < s->groups; g++) {
+            float *z = zero + g * s->pad + c;
+            _mm512_storeu_ps(z, _mm512_fmadd_ps(_mm512_loadu_ps(scale + g * s->pad + c), middle,
+                                                _mm512_sub_ps(_mm512_loadu_ps(z), _mm512_loadu_ps(ref + c))));
+        }
+    }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, tkvi_many_queries *q, int planes,
+                                                        float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    const int tokens = TKVI_BLOCK / s->groups;
+    tkvi_many_fold fold;
+    tkvi_many_keys a;
+    int width, g, c;
+    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_avx512, scale, rest);
+    tkvi_many_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
+    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
+        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    memset(centre2 + c, 0, (size_t)(s->pad - c));
+    a.coded = c;
+    if (q->coded == 0 || q->order != s->order) { /* the same for all blocks, mostly */
+        q->order = s->order;
+        q->coded = 0;
+        for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
+    }
+    tkvi_many_rests_avx512(s, centre2, q->sorted, scale, rest);
+    a.s = s;
+    a.q = q;
+    a.centre2 = centre2;
+    a.wide = tkvi_wide_places(s);
+    a.planes = planes;
+    a.coarse = tkvi_coarse_k(s);
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.rest = rest + g * s->pad;
+        tkvi_many_fold_k_avx512(&a, &fold);
+        tkvi_many_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                scores + g * tokens * q->lanes);
+    }
+}
+
+/* Channels of one width and group. */
+typedef struct tkvi_many_values {
+    const float *p, *scale, *zero;
+    float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
+    int planes;
+} tkvi_many_values;
+
+TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const int nv, tkvi_many_fold *f) {
+    const int lanes = 16 * nv;
+    TKVI_ALIGNED float rest[TKVI_BLOCK];
+    const __m512i ones = tkvi_all_avx512(1);
+    __m512 most[2], sum[2], squares[2], by[2];
+    __m512i all[2][2];
+    int t, v, j, tower = a->planes == 2, some = 0;
+    for (t = 0; t < TKVI_BLOCK; t += 16) {
+        const __m512 y = _mm512_loadu_ps(a->scale + t);
+        const __m512 z = _mm512_fmadd_ps(y, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + t));
+        some |= _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        _mm512_store_ps(rest + t, z);
+    }
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++) most[v] = sum[v] = squares[v] = _mm512_setzero_ps();
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            const __m512 y =
+                _mm512_mul_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(a->scale[t]));
+            most[v] = _mm512_max_ps(most[v], y);
+        }
+    }
+    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V); t++) { /* else no row needs two */
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            const __m512 y =
+                _mm512_mul_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(a->scale[t]));
+            squares[v] = _mm512_fmadd_ps(y, y, squares[v]);
+        }
+    }
+    for (t = 0; t < TKVI_BLOCK && some; t++) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++)
+            sum[v] =
+                _mm512_fmadd_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(rest[t]), sum[v]);
+    }
+    if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++)
+            tower |= tkvi_many_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+    }
+    f->second = tower ? TKVI_BLOCK / 4 : 0;
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++) {
+        const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
+                    first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
+        by[v] = tkvi_many_inverse_avx512(most[v], top);
+        tkvi_many_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        all[v][0] = all[v][1] = _mm512_setzero_si512();
+    }
+    for (t = 0; t < TKVI_BLOCK; t += 4) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            __m512i x[4];
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(a->p + (t + j) * lanes + 16 * v),
+                                               _mm512_set1_ps(a->scale[t + j]));
+                x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
+            }
+            if (tower) { /* 128 hi + lo */
+                __m512i lo[4];
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++) {
+                    lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
+                    x[j] = _mm512_srli_epi32(x[j], 7);
+                }
+                lo[0] = tkvi_many_four_avx512(lo);
+                all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
+                _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
+            }
+            x[0] = tkvi_many_four_avx512(x);
+            all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
+            _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
+        }
+    }
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++)
+        _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+}
+
+/* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
+TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
+                                            const uint8_t *tops, int half, int8_t *x) {
+    const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
+    __m512i y[4], table = _mm512_setzero_si512(), upper = table;
+    int i, p;
+    if (levels) table = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 0));
+    if (pairs) upper = tkvi_levels_avx512(s->levels + tkvi_level_table(s, width, 1));
+    for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
+        tkvi_planes_avx512(width, wide, tops, half, y);
+        wide += tkvi_wide_bytes[width];
+        half += tkvi_has_half[width];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            int8_t *to = x + 64 * p;
+            if (pairs)
+                _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
+            if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
+            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_all_avx512(128));
+            _mm512_store_si512((void *)to, y[p]);
+        }
+    }
+}
+
+#define TKVI_RUN_(bits)                                                                                      \
+    case bits: tkvi_many_slab_avx512(s, bits, wide, tops, half, x); break;
+static TKVI_TARGET_AVX512 void tkvi_many_unpack_v_avx512(const tkvi_side *s, int width, const uint8_t *wide,
+                                                         const uint8_t *tops, int half, int8_t *x) {
+    switch (width) {
+        TKVI_RUN_(1)
+        TKVI_RUN_(2)
+        TKVI_RUN_(3)
+        TKVI_RUN_(4)
+        TKVI_RUN_(5)
+        TKVI_RUN_(6)
+        TKVI_RUN_(8)
+    default: break;
+    }
+}
+#undef TKVI_RUN_
+
+static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                        uintptr_t ahead, const float *p, int lanes, int n,
+                                                        int planes, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
+    const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
+    tkvi_many_fold fold;
+    tkvi_many_values a;
+    int width, i, c, half = 0, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_avx512, scale, zero);
+    a.p = p;
+    a.planes = planes;
+    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int slabs = tkvi_slab_channels(s, width) / 16;
+        for (i = 0; i < s->runs.n[width]; i += 4, slab += slabs) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* a new group, or new codes */
+                a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
+                a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
+                a.centre = tkvi_centre(s, width);
+                a.middle = s->levels ? 0.0f : (float)((1 << width) - 1 - (width == 8 ? 256 : 0));
+                a.coarse = tkvi_coarse_v(s, width);
+                if (lanes > 16) tkvi_many_fold_v_avx512(&a, 2, &fold);
+                else tkvi_many_fold_v_avx512(&a, 1, &fold);
+            }
+            tkvi_many_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
+            tkvi_prefetch_bytes(wide, 4 * tkvi_wide_bytes[width], ahead);
+            wide += 4 * tkvi_wide_bytes[width];
+            half += 4 * tkvi_has_half[width];
+            for (c = 0; c < slabs; c++, out += 16 * lanes)
+                tkvi_many_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+        }
+    }
+}
+
+/* >>all */
+#define TKVI_LOG2E 1.44269502f
+/* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
+TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
+    const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
+    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(1.326472728e-03f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
+}
+
+static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
+    const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
+    int v, t, k, shrinks = 0;
+    for (v = 0; v < w->lanes; v += 16) {
+        float *s = w->s + v;
+        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, squares;
+        __mmask16 grows, before;
+        TKVI_UNROLL
+        for (t = 0; t < 4; t++) tops[t] = hidden;
+        if (w->low) {
+            const __m512i low = _mm512_loadu_si512((const void *)(w->low + v));
+            const __m512i high = _mm512_loadu_si512((const void *)(w->high + v));
+            for (t = 0; t < TKVI_BLOCK; t++) {
+                const __m512i at = _mm512_set1_epi32(t);
+                const __mmask16 sees =
+                    _mm512_mask_cmp_epi32_mask(_mm512_cmpge_epi32_mask(at, low), at, high, _MM_CMPINT_LT);
+                const __m512 x = _mm512_mask_mov_ps(hidden, sees, _mm512_loadu_ps(s + t * w->lanes));
+                _mm512_storeu_ps(s + t * w->lanes, x);
+                tops[0] = _mm512_max_ps(tops[0], x);
+            }
+        } else {
+            for (t = 0; t < TKVI_BLOCK; t += 4) {
+                TKVI_UNROLL
+                for (k = 0; k < 4; k++)
+                    tops[k] = _mm512_max_ps(tops[k], _mm512_loadu_ps(s + (t + k) * w->lanes));
+            }
+        }
+        most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
+        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_LAZY)), _CMP_GT_OQ);
+        before = _mm512_mask_cmp_ps_mask(grows, m, hidden, _CMP_GT_OQ);
+        if (before) by = _mm512_mask_mov_ps(by, before, tkvi_exp_avx512(_mm512_sub_ps(m, most)));
+        _mm512_storeu_ps(w->shrink + v, by);
+        shrinks |= before;
+        m = _mm512_mask_mov_ps(m, grows, most);
+        _mm512_storeu_ps(w->m + v, m);
+        /* rows that have seen nothing: 0, and exp of -1e30 */
+        top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
+        sum = squares = _mm512_setzero_ps();
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const __m512 y = tkvi_many_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
+            _mm512_storeu_ps(s + t * w->lanes, y);
+            sum = _mm512_add_ps(sum, y);
+        }
+        _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
+        if (!w->far_attention) continue;
+        for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
+            const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
+            squares = _mm512_fmadd_ps(y, y, squares);
+        }
+        if (w->hears) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->hears + v));
+        by = _mm512_mul_ps(by, by);
+        _mm512_storeu_ps(w->far_attention + v,
+                         _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
+    }
+    return shrinks != 0;
+}
+
+static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lanes, const float *by) {
+    int i, v;
+    for (i = 0; i < n; i++, x += lanes)
+        for (v = 0; v < lanes; v += 16)
+            _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
+}
+
+/* core/rotate.h, rows in lanes */
+static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lanes) {
+    int h, i, j, v;
+    for (h = 1; h < n; h *= 2)
+        for (i = 0; i < n; i += 2 * h)
+            for (j = i; j < i + h; j++)
+                for (v = 0; v < lanes; v += 16) {
+                    float *at = x + j * lanes + v, *to = at + h * lanes;
+                    __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(to);
+                    tkvi_butterfly_avx512(&a, &b);
+                    _mm512_storeu_ps(at, a);
+                    _mm512_storeu_ps(to, b);
+                }
+}
+
+static TKVI_TARGET_AVX512 void tkvi_many_rotate_back_avx512(float *x, int dim, int lanes) {
+    const int k = tkvi_log2_floor(dim), n = 1 << k;
+    int i, v;
+    if (n < dim) {
+        tkvi_many_window_avx512(x + (dim - n) * lanes, n, lanes);
+        for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
+            _mm512_storeu_ps(x + i,
+                             _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
+    }
+    tkvi_many_window_avx512(x, n, lanes);
+    for (i = 0; i < dim; i++) {
+        const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+        const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
+        for (v = i * lanes; v < (i + 1) * lanes; v += 16)
+            _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), by));
+    }
+}
+
+/* 16 x 16 at a time */
+static TKVI_TARGET_AVX512 void tkvi_many_turn_avx512(const float *x, int x_stride, int n, float *y,
+                                                     int y_stride) {
+    int i, r, k;
+    for (i = 0; i < n; i += 16) {
+        __m512 a[16], b[16];
+        TKVI_UNROLL
+        for (r = 0; r < 16; r++) a[r] = _mm512_loadu_ps(x + r * x_stride + i);
+        TKVI_UNROLL
+        for (r = 0; r < 16; r += 2) {
+            b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
+            b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
+        }
+        TKVI_UNROLL
+        for (r = 0; r < 16; r += 4)
+            for (k = 0; k < 2; k++) {
+                const __m512d lo = _mm512_castps_pd(b[r + k]), hi = _mm512_castps_pd(b[r + k + 2]);
+                a[r + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
+                a[r + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
+            }
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) { /* a[4 q + k] has columns k, 4 + k, 8 + k, 12 + k of rows 4 q .. 4 q + 3 */
+            const __m512 s = _mm512_shuffle_f32x4(a[k], a[4 + k], 0x44),
+                         t = _mm512_shuffle_f32x4(a[k], a[4 + k], 0xee);
+            const __m512 u = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0x44),
+                         w = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0xee);
+            _mm512_storeu_ps(y + (i + k) * y_stride, _mm512_shuffle_f32x4(s, u, 0x88));
+            _mm512_storeu_ps(y + (i + k + 4) * y_stride, _mm512_shuffle_f32x4(s, u, 0xdd));
+            _mm512_storeu_ps(y + (i + k + 8) * y_stride, _mm512_shuffle_f32x4(t, w, 0x88));
+            _mm512_storeu_ps(y + (i + k + 12) * y_stride, _mm512_shuffle_f32x4(t, w, 0xdd));
+        }
+    }
+}
+
+static void tkvi_many_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                               tkvi_many_queries *q, int n, int planes, float *scores) {
+    const uintptr_t ahead = tkvi_ahead(src, next);
+    if (tkvi_is_exact(s->format)) tkvi_many_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else tkvi_many_tiles_k_avx512(s, src, ahead, q, planes, scores);
+}
+
+static void tkvi_many_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                               int lanes, int n, int planes, float *out) {
+    const uintptr_t ahead = tkvi_ahead(src, next);
+    if (tkvi_is_exact(s->format)) tkvi_many_exact_v_avx512(s, src, ahead, p, lanes, n, out);
+    else tkvi_many_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+}
+
+static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_many_v_avx512,
+                                           tkvi_many_weigh_avx512,       tkvi_many_shrink_avx512,
+                                           tkvi_many_rotate_back_avx512, tkvi_many_turn_avx512};
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#endif /* TKVI_AVX512 */
+
+/* NULL: 8 rows at a time, by kernels/scalar.h. */
+static const tkvi_many *tkvi_many_of(tkv_isa isa) {
+#ifdef TKVI_AVX512
+    if (isa == TKV_ISA_AVX512) return &tkvi_many_avx512;
+#endif
+    (void)isa;
+    return NULL;
+}
+
+#endif /* TKVI_KERNELS_PREFILL_AVX512_H */

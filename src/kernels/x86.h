@@ -1,0 +1,311 @@
+/*
+ * kernels/x86.h - what the kernels for AVX2 and AVX-512 share: how each compiler is told about instruction
+ * sets, prefetching, and the part of integer attention that has no vectors in it.
+ *
+ * Everything is compiled in one translation unit without any -m flag: every function that touches a vector,
+ * helpers included, carries its target. Entries of kernel tables are plain static functions; the pieces they
+ * are made of are inlined by force, with the number of rows as a constant, so that accumulators stay in
+ * registers. Calls kernels/scalar.h and below.
+ */
+#ifndef TKVI_KERNELS_X86_H
+#define TKVI_KERNELS_X86_H
+
+#include "kernels/scalar.h"
+
+/* >>compilers */
+/* gcc -m32 -ffast-math without SSE refuses its own intrinsics: the scalar kernels do there. */
+#if defined(__i386__) && defined(__FAST_MATH__) && !defined(__SSE2__)
+#define TKVI_NO_X86
+#endif
+#if !defined(TKV_NO_SIMD) && !defined(TKVI_NO_X86) &&                                                        \
+    (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
+#define TKVI_X86
+#define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define TKVI_FLAT static inline __attribute__((always_inline))
+#ifndef TKV_NO_AVX512
+#define TKVI_AVX512
+#if (defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ >= 18 &&                     \
+     __clang_major__ <= 21) ||                                                                               \
+    (!defined(__clang__) && (__GNUC__ == 14 || __GNUC__ == 15))
+#define TKVI_TARGET_AVX512                                                                                   \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,evex512")))
+#else
+#define TKVI_TARGET_AVX512                                                                                   \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#endif
+#endif
+#elif defined(_MSC_VER)
+/* Intrinsics need no flag. No AVX-512: MSVC 19.38 let it leak into AVX2 code. */
+#define TKVI_X86
+#define TKVI_TARGET_AVX2
+#define TKVI_FLAT static __forceinline
+#endif
+#endif
+
+#ifdef TKVI_X86
+#include <immintrin.h>
+
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+#define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
+#define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
+
+/* gcc for 64-bit Windows aligns the stack to 16 bytes only. It still spills vectors of 32 and 64 bytes by aligned
+ * moves, which fault there (GCC bug 54412; Debian's gcc is patched). Macros of the assembler make all such moves of
+ * this file unaligned, which costs nothing where memory is aligned. The condition is for LTO, which joins files. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) &&                                       \
+    (defined(_WIN64) || defined(__CYGWIN__))
+#define TKVI_UNALIGNED(aligned, unaligned)                                                                   \
+    __asm__(".ifndef tkvi_" aligned "\n.set tkvi_" aligned ", 1\n"                                           \
+            ".macro " aligned " operands:vararg\n\t" unaligned " \\operands\n.endm\n.endif\n")
+TKVI_UNALIGNED("vmovaps", "vmovups");
+TKVI_UNALIGNED("vmovapd", "vmovupd");
+TKVI_UNALIGNED("vmovdqa", "vmovdqu");
+TKVI_UNALIGNED("vmovdqa32", "vmovdqu32");
+TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
+#undef TKVI_UNALIGNED
+#endif
+
+/* The same byte everywhere. gcc's _mm512_set1_epi8 is a list of 64 values, which it copies at every use. */
+TKVI_FLAT_AVX2 __m256i tkvi_all_avx2(int value) {
+    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
+}
+
+#ifdef TKVI_AVX512
+TKVI_FLAT_AVX512 __m512i tkvi_all_avx512(int value) {
+    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
+}
+#endif
+
+/* >>shared pieces, without vectors */
+/* Prefetching: what stands at p in this side stands at p + ahead in the next one. */
+TKVI_FLAT uintptr_t tkvi_ahead(const uint8_t *src, const uint8_t *next) {
+    return next ? (uintptr_t)next - (uintptr_t)src : 0u;
+}
+
+/* Into L2: a core has few requests for L1 under way (Zen 4: 12 GB/s), far more for L2 (20 GB/s and up). */
+TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch((const void *)((uintptr_t)p + ahead), 0, 2);
+#else
+    _mm_prefetch((const char *)((uintptr_t)p + ahead), _MM_HINT_T1);
+#endif
+}
+
+TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+    int i;
+    for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
+}
+
+/* Four weights of neighbouring channels or tokens, to be broadcast. */
+TKVI_FLAT int32_t tkvi_four(const int8_t *w) {
+    int32_t x;
+    memcpy(&x, w, 4);
+    return x;
+}
+
+/* >>tiles: what is the same with any vectors. An instruction set brings the steps that are not. */
+enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* weights of one plane of all rows */
+
+/* Fold: scales into rows of q (by channel, K) or of p (by token, V), for one group; then round. */
+typedef struct tkvi_folding {
+    const float *x, *scale, *zero; /* x: [row][n] */
+    const float *ref;              /* K */
+    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight meets */
+    float centre;                  /* V: the same for all weights; `middle` is that of the codes multiplied */
+    int middle;
+    int n, planes, top; /* K: number of weights; V: the largest weight of one plane */
+    int wide;           /* K: so many have two planes in any case */
+    float coarse;       /* see tkvi_coarse_k */
+    /* Out: rounded weights [row][stride], and their second plane. K: signed. V: unsigned. Room for a multiple
+     * of 64 in each row. */
+    int8_t *w, *lo;
+} tkvi_folding;
+
+/* What sums of one plane's products say: of row r  step * (sum w code - base) + rest.  base is half of
+ * sum w centre2; rest has the other half of an odd one, and in the first plane  sum x (zero - ref + centre scale). */
+typedef struct tkvi_fold {
+    float step[TKVI_ROWS], rest[TKVI_ROWS];
+    int32_t base[TKVI_ROWS];
+    int32_t row[TKVI_ROWS]; /* whose answer it is */
+} tkvi_fold;
+
+/* Multiply codes by one plane of weights, and turn the sums into answers. */
+typedef struct tkvi_products {
+    const tkvi_side *s;
+    const uint8_t *wide, *tops; /* wide part of the first tile; the 1-bit vectors of the side */
+    int half;                   /* number of the first 1-bit half */
+    int tiles;                  /* K: the first so many */
+    int width, slabs, n;        /* V: width of the codes, slabs, tokens */
+    int pairs;                  /* V: the lanes of a slab are pairs of channels, 16 apart */
+    uintptr_t ahead;            /* 0: nothing is to be prefetched */
+    int turn, turns;            /* else only what belongs to tiles whose number & turns is turn */
+    const uint8_t *rest,
+        *end;        /* still to be prefetched: what stands behind the wide parts, a line per tile */
+    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; rows to the next power of 2 */
+    int w_group;     /* K: from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    const tkvi_fold *fold, *fold_group; /* K: fold_group of tokens 32 .. 63 */
+    int first, rows;                    /* the rows of this pass: 4, or fewer of the last */
+    float *out;                         /* [row][token in K, channel in V] */
+    int out_stride, add;                /* add: out += answers; always in V */
+} tkvi_products;
+
+typedef void (*tkvi_dot)(tkvi_products *d);
+
+typedef struct tkvi_steps {
+    const tkvi_helpers *helpers;
+    /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
+     * rows of which one has any. V: returns which rows have one, a bit for each. */
+    int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    int (*fold_v)(const tkvi_folding *a, int rows, tkvi_fold *f);
+    void (*dot)(tkvi_products *d, int rows);
+    int less; /* what it takes from 8-bit codes of V to make them signed */
+} tkvi_steps;
+
+static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
+    d->s = s;
+    d->wide = src;
+    d->tops = src + tkvi_tiles(&s->runs).halves;
+    d->rest = d->tops;
+    d->end = src + s->bytes;
+    d->half = 0;
+}
+
+/* Two passes over all tiles take turns: memory is asked for what comes next all the time, not all at once. */
+static void tkvi_prefetch_in_turn(tkvi_products *d, uintptr_t ahead, int plane, int two) {
+    d->ahead = plane && !two ? 0 : ahead;
+    d->turn = plane && two;
+    d->turns = two != 0;
+}
+
+TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
+    if (d->rest < d->end) {
+        tkvi_prefetch(d->rest, d->ahead);
+        d->rest += 64;
+    }
+}
+
+/* Four rows at a time; the last ones by the kernel of 1, 2 or 4 rows. */
+static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
+    const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
+    for (d->first = 0; d->first < rows; d->first += 4) {
+        d->rows = tkvi_min(rows - d->first, 4);
+        dots[tkvi_min(d->rows - 1, 2)](d);
+        d->ahead = 0; /* once is enough */
+        d->w += 4 * stride;
+    }
+}
+
+static void tkvi_tiles_k(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *q, const float *ref, int rows, int planes, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* plane, group */
+    tkvi_fold fold[2][2];                      /* group, plane */
+    tkvi_folding a;
+    tkvi_products d;
+    int width, g, c = 0, plane, second = 0;
+    s->format->side[TKV_K].meta(s, src, v->helpers, scale, zero);
+    tkvi_products_set(&d, s, src);
+    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->runs.n[width--])
+        if (s->runs.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
+    if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
+    a.x = q;
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.n = s->pad;
+    a.planes = planes;
+    a.wide = tkvi_wide_places(s);
+    a.coarse = tkvi_coarse_k(s);
+    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* else all rows are folded at once */
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        a.w = w[0][g];
+        a.lo = w[1][g];
+        second = tkvi_max(second, v->fold_k(&a, rows, fold[g]));
+    }
+    d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
+    d.out_stride = TKVI_BLOCK;
+    for (plane = 0; plane < (second ? 2 : 1); plane++) {
+        d.w = w[plane][0];
+        d.tiles = plane ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
+        d.fold = &fold[0][plane];
+        d.fold_group = &fold[s->groups - 1][plane];
+        d.out = scores;
+        d.add = plane;
+        tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second >= s->pad);
+        v->dot(&d, rows);
+    }
+}
+
+/* Moves the rows of V whose bit is set to the front; returns how many these are. */
+static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
+    int r, n = 0;
+    for (r = 0; which >> r; r++) {
+        if (!(which >> r & 1)) continue;
+        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
+        f->step[n] = f->step[r];
+        f->rest[n] = f->rest[r];
+        f->base[n] = f->base[r];
+        f->row[n++] = r;
+    }
+    return n;
+}
+
+static void tkvi_tiles_v(const tkvi_steps *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                         const float *p, int rows, int n, int planes, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
+    tkvi_fold fold[2];
+    tkvi_folding a;
+    tkvi_products d;
+    int width, i, g, slab = 0, plane, second;
+    s->format->side[TKV_V].meta(s, src, v->helpers, scale, zero);
+    tkvi_products_set(&d, s, src);
+    a.x = p;
+    a.w = w[0];
+    a.lo = w[1];
+    a.n = TKVI_BLOCK;
+    a.planes = planes;
+    a.top = tkvi_top_v(s);
+    d.n = n;
+    d.w_group = 0;
+    d.out_stride = s->pad;
+    d.add = 1;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->less : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->runs.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes that share a group */
+            const int left = (s->runs.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
+            for (plane = 0; plane < (second ? 2 : 1); plane++) {
+                d.w = w[plane];
+                d.fold = &fold[plane];
+                d.out = out + 16 * slab;
+                tkvi_prefetch_in_turn(&d, tkvi_ahead(src, next), plane, second);
+                v->dot(&d, plane ? second : rows);
+            }
+            d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
+            d.half += 4 * d.slabs * tkvi_has_half[width];
+            slab += d.slabs << d.pairs;
+        }
+    }
+}
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_X86_H */

@@ -1,0 +1,306 @@
+/*
+ * learn/kvquant_tables.h - what KVQUANT formats know of a layer: the range of each channel of K, before RoPE, and
+ * levels for K and for V, of every width. KVQuant (arXiv 2401.18079, sections 3.1 to 3.6). Learned with the tables of
+ * learn/statistics.h, from the blocks that are still exact or warm, or from samples of the caller's.
+ *
+ *   1. Ranges of K: of n tokens the n / 200 highest and lowest values of a channel are outliers, the next
+ *      ones the ends of the range (with TKV_KVQUANT_DENSE nothing is). Of V each token has its own, as when
+ *      it is coded.
+ *   2. What is within a range goes to -1 .. 1 and into a histogram, one for K and one for V of all heads. It
+ *      weighs radius^2 (equation 7: the error that counts is that of the value), times what the samples say
+ *      of it.
+ *   3. Levels from the histogram: core/codebook.h.
+ *
+ * Several passes over the tokens, so that nothing is kept of them. May call cache and below.
+ */
+#ifndef TKVI_LEARN_KVQUANT_TABLES_H
+#define TKVI_LEARN_KVQUANT_TABLES_H
+
+#include "core/checksum.h"
+#include "cache/cache.h"
+
+/* Where tokens come from: a layer's blocks, or samples. */
+typedef struct tkvi_tokens_of {
+    tkv_cache *kv;
+    const tkv_samples *samples; /* NULL: the blocks */
+    int layer;
+} tkvi_tokens_of;
+
+/* Called for each token of a head: its key before RoPE, or its value; weights of its channels, or NULL. */
+typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
+
+typedef struct tkvi_token_walk {
+    const tkvi_tokens_of *from;
+    tkv_side side;
+    tkvi_token_visit visit;
+    void *ctx;
+} tkvi_token_walk;
+
+static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+    const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
+    const tkvi_tables *tables = &w->from->kv->tables;
+    const tkvi_helpers *help = w->from->kv->kernels->helpers;
+    int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
+    float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
+    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
+    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
+    for (t = 0; t < n; t++) {
+        tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
+                         (int64_t)start + t, y);
+        w->visit(w->ctx, y, NULL);
+    }
+}
+
+static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
+                      void *ctx) {
+    const tkv_samples *s = from->samples;
+    const tkv_config *cfg = &from->kv->tables.cfg;
+    size_t dim = (size_t)(side == TKV_K ? cfg->head_dim : cfg->v_head_dim);
+    tkvi_token_walk w;
+    float y[TKV_MAX_HEAD_DIM];
+    int t;
+    w.from = from;
+    w.side = side;
+    w.visit = visit;
+    w.ctx = ctx;
+    if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
+    for (t = 0; s && t < s->n; t++) {
+        size_t at = ((size_t)t * (size_t)cfg->n_kv_heads + (size_t)head) * dim;
+        const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
+        int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
+        tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
+                         (side == TKV_K ? s->k : s->v) + at, (int)dim, position, y);
+        visit(ctx, y, weight ? weight + at : NULL);
+    }
+}
+
+static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
+    (void)x;
+    (void)weight;
+    ++*(int *)ctx;
+}
+
+/* >>ranges of K */
+#define TKVI_TAIL_ROOM 2048 /* values of each end of the channels that a pass looks at */
+
+typedef struct tkvi_tails {
+    int first, channels;                             /* that this pass looks at */
+    int keep, n;                                     /* values per end, of those seen so far */
+    float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
+} tkvi_tails;
+
+static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
+    int i = had;
+    if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
+    for (i = tkvi_min(had, keep - 1); i > 0 && sign * x > sign * tail[i - 1]; i--) tail[i] = tail[i - 1];
+    tail[i] = x;
+}
+
+static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
+    tkvi_tails *s = (tkvi_tails *)ctx;
+    int c;
+    (void)weight;
+    for (c = 0; c < s->channels; c++) {
+        tkvi_tail_insert(s->low + c * s->keep, s->n, s->keep, x[s->first + c], -1.0f);
+        tkvi_tail_insert(s->high + c * s->keep, s->n, s->keep, x[s->first + c], 1.0f);
+    }
+    s->n = tkvi_min(s->n + 1, s->keep);
+}
+
+/* Radius and middle of the channels of a head. The radius is an fp16 value: its products with levels are
+ * exact. */
+static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
+    const tkv_config *cfg = &from->kv->tables.cfg;
+    float *middle = radius + cfg->head_dim;
+    tkvi_tails s;
+    int c;
+    s.keep = cfg->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < cfg->head_dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->head_dim - s.first);
+        s.n = 0;
+        tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
+        for (c = 0; c < s.channels; c++) {
+            float low = s.low[c * s.keep + s.keep - 1], high = s.high[c * s.keep + s.keep - 1];
+            uint16_t half = tkvi_f32_to_f16(tkvi_f32(high - low) * 0.5f);
+            radius[s.first + c] = tkvi_f16_to_f32(half);
+            middle[s.first + c] = tkvi_f32(high + low) * 0.5f;
+        }
+    }
+}
+
+/* >>levels */
+typedef struct tkvi_kvquant_count {
+    int dim, slots;
+    const float *radius, *middle; /* of K; NULL: of V */
+    float by; /* of weights, that they become whole numbers; 0: their largest is looked for */
+    float most;
+    int64_t count[TKVI_BOOK_BINS];
+} tkvi_kvquant_count;
+
+static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
+    float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
+    if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
+    if (s->by > 0.0f) s->count[tkvi_book_bin(y)] += (int64_t)tkvi_f32(w * s->by);
+    else s->most = w > s->most ? w : s->most;
+}
+
+/* 1e20 times the largest square is still a float. */
+static float tkvi_weight_of(const float *weight, int c) {
+    return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
+}
+
+static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    int c;
+    for (c = 0; c < s->dim; c++)
+        tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
+}
+
+static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    tkvi_kvquant_token k;
+    int c, i, out;
+    tkvi_kvquant_token_of(x, s->dim, s->slots, &k);
+    for (c = 0; c < s->dim; c++) {
+        for (i = 0, out = 0; i < s->slots; i++) out |= k.out[i] == c;
+        if (!out) tkvi_count_value(s, x[c], k.radius, k.middle, tkvi_weight_of(weight, c));
+    }
+}
+
+static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
+                                     tkvi_book *book) {
+    const tkvi_tables *t = &from->kv->tables;
+    const tkv_config *cfg = &t->cfg;
+    tkvi_kvquant_count s;
+    int head, pass, bits;
+    memset(&s, 0, sizeof s);
+    s.dim = side == TKV_K ? cfg->head_dim : cfg->v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, cfg->kvquant);
+    for (pass = 0; pass < 2; pass++) {
+        for (head = 0; head < cfg->n_kv_heads; head++) {
+            if (side == TKV_K) {
+                s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
+                s.middle = s.radius + s.dim;
+            }
+            tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
+        }
+        /* 2^20 for the largest: 2^18 tokens of 2^24 channels make a sum below 2^63 */
+        if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
+        if (!tkvi_is_finite(s.by)) s.by = 3e38f;
+    }
+    for (bits = 2; bits <= 4; bits++) {
+        tkvi_book_make(s.count, bits, cfg->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+    }
+}
+
+/* >>the table of a version */
+static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
+    tkv_cache *kv = from->kv;
+    tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
+    int head, n = 0;
+    tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
+    for (head = 0; head < kv->tables.cfg.n_kv_heads; head++)
+        tkvi_kvquant_learn_ranges(from, head, n,
+                                  tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
+    tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
+    tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
+}
+
+/* From what the layer holds: at least a token. */
+static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
+    tkvi_tokens_of from;
+    from.kv = kv;
+    from.samples = NULL;
+    from.layer = layer;
+    tkvi_kvquant_learn_from(&from, version);
+}
+
+/* >>saved
+ *   u64 mode: the rotation, and options that change what is learned
+ *   of K, then of V, for 2, 3 and 4 bits: fp16 level [2^bits] | fp16 normed [2^bits]
+ *   of each head: fp16 radius [head_dim] | f32 middle [head_dim] */
+#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes */
+
+static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim;
+}
+
+static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
+    const tkvi_rope *rope = tkvi_kvquant_rope(t);
+    uint64_t h = TKVI_FNV1A_START;
+    uint8_t b[8];
+    int j, k;
+    b[0] = (uint8_t)(t->cfg.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[1] = (uint8_t)(rope ? rope->pairs : 0);
+    b[2] = (uint8_t)(rope ? rope->step : 0);
+    h = tkvi_fnv1a_more(h, b, 3);
+    for (j = 0; rope && j < rope->pairs; j++) {
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->turn[j] >> 8 * k & 255u);
+        h = tkvi_fnv1a_more(h, b, 8);
+    }
+    return h;
+}
+
+static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
+    const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
+    uint64_t mode = tkvi_kvquant_mode(t);
+    int side, bits, i, head, dim = t->cfg.head_dim;
+    tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
+    tkvi_store32(at + 4, (uint32_t)(mode >> 32));
+    at += 8;
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            const tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
+        }
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        const float *range = tkvi_kvquant_range_of(t, layer, version, head);
+        for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
+        for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
+    }
+}
+
+static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
+    tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
+    int side, bits, i, head, dim = t->cfg.head_dim;
+    at += 8;
+    memset(table, 0, sizeof *table);
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_half_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_half_at(at);
+        }
+    for (head = 0; head < t->cfg.n_kv_heads; head++) {
+        float *range = tkvi_kvquant_range_of(t, layer, version, head);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_half_at(at);
+        for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
+    }
+}
+
+/* Levels rise within -1 .. 1, normed ones within -8 .. 8; ranges are finite, and no larger than learned ones.
+ * */
+static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
+    int i, set, n;
+    at += 8;
+    for (set = 0; set < 12; set++) {
+        float most = set % 2 ? 8.0f : 1.0f, before = -most;
+        for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
+            float x = tkvi_half_at(at);
+            if (!tkvi_is_finite(x) || x < before || x > most) return 0;
+            before = x;
+        }
+    }
+    for (set = 0; set < cfg->n_kv_heads; set++) {
+        for (i = 0; i < cfg->head_dim; i++, at += 2) /* not negative, not infinite */
+            if (tkvi_load16(at) >= 0x7c00u) return 0;
+        for (i = 0; i < cfg->head_dim; i++, at += 4) {
+            float x = tkvi_from_bits(tkvi_load32(at));
+            if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
+        }
+    }
+    return 1;
+}
+
+#endif /* TKVI_LEARN_KVQUANT_TABLES_H */

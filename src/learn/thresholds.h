@@ -1,0 +1,486 @@
+/*
+ * learn/thresholds.h - the threshold store: plans that were found good, by model, layer and context length, in an
+ * array of the caller's; as a text, and back.
+ *
+ *     tieredkv-thresholds 1
+ *     all 4096 64 448 128 a30 r30 0.981200 SmolLM2-135M
+ *     sum 91a2c35b08d1f7e6
+ *
+ * An entry: layer (or all), context, hot, warm (or none, all), samples, the archive's formats for K and V (or
+ * default), score, model; one blank between two, the name of the model runs to the end of the line. Entries rise by
+ * model (bytes), layer, context: no two are alike, and equal stores give equal texts. The sum is FNV-1a, 64 bits, of
+ * all bytes before its line. A text is read only if it is what would have been printed.
+ *
+ * May call plan (for formats) and below.
+ */
+#ifndef TKVI_LEARN_THRESHOLDS_H
+#define TKVI_LEARN_THRESHOLDS_H
+
+#include "core/checksum.h"
+#include "cache/plan.h"
+
+#include <stddef.h>
+
+#define TKVI_THRESHOLDS_TITLE "tieredkv-thresholds "
+#define TKVI_THRESHOLDS_VERSION "1"
+#define TKVI_THRESHOLD_LINE 192 /* more than the longest line: 63 of the name, 55 of numbers, two formats */
+
+/* >>what an entry may hold. Numbers in the order of a line: from `low` to `high`, or one of two words. */
+typedef struct tkvi_threshold_number {
+    const char *name;
+    size_t at;
+    int low, high;
+    int none, all; /* 1: so may it be */
+} tkvi_threshold_number;
+
+#define TKVI_THRESHOLD_AT(field) offsetof(tkv_threshold, field)
+static const tkvi_threshold_number tkvi_threshold_numbers[] = {
+    {"layer", TKVI_THRESHOLD_AT(layer), 0, TKVI_MAX_LAYERS - 1, 0, 1},
+    {"context", TKVI_THRESHOLD_AT(context), 1, TKVI_FOREVER, 0, 0},
+    {"hot_tokens", TKVI_THRESHOLD_AT(hot_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"warm_tokens", TKVI_THRESHOLD_AT(warm_tokens), 0, TKVI_FOREVER, 1, 1},
+    {"samples", TKVI_THRESHOLD_AT(samples), 0, 0x7fffffff, 0, 0},
+};
+#define TKVI_THRESHOLD_NUMBERS ((int)(sizeof tkvi_threshold_numbers / sizeof *tkvi_threshold_numbers))
+
+static int tkvi_threshold_number_of(const tkv_threshold *e, int i) {
+    int x;
+    memcpy(&x, (const char *)e + tkvi_threshold_numbers[i].at, sizeof x);
+    return x;
+}
+
+static int tkvi_number_valid(const tkvi_threshold_number *d, int x) {
+    return (x >= d->low && x <= d->high) || (x == TKV_NONE && d->none) || (x == TKV_ALL && d->all);
+}
+
+static int tkvi_store_format_valid(tkv_format f, tkv_side side) {
+    return f == TKV_FORMAT_DEFAULT || (tkvi_format_known(f) && tkvi_format_stores(&tkvi_formats[f], side));
+}
+
+/* Any bytes from blank on, UTF-8 included: 1 to 63 of them, a 0 behind, no blank at either end. */
+static int tkvi_model_valid(const char *name) {
+    int n;
+    for (n = 0; n < TKV_MODEL_NAME && name[n]; n++)
+        if ((unsigned char)name[n] < 0x20 || name[n] == 0x7f) return 0;
+    return n > 0 && n < TKV_MODEL_NAME && name[0] != ' ' && name[n - 1] != ' ';
+}
+
+/* What is wrong with an entry, or NULL. */
+static const char *tkvi_threshold_wrong(const tkv_threshold *e) {
+    int i;
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++)
+        if (!tkvi_number_valid(&tkvi_threshold_numbers[i], tkvi_threshold_number_of(e, i)))
+            return tkvi_threshold_numbers[i].name;
+    if (!tkvi_store_format_valid(e->archive.k, TKV_K)) return "archive.k";
+    if (!tkvi_store_format_valid(e->archive.v, TKV_V)) return "archive.v";
+    if (!tkvi_is_finite(e->score) || e->score < 0.0f || e->score > 1.0f) return "score";
+    return tkvi_model_valid(e->model) ? NULL : "model";
+}
+
+/* Scores are whole millionths: a text holds them exactly. */
+static int tkvi_millionths(float score) { return (int)((double)score * 1e6 + .5); }
+
+static float tkvi_of_millionths(int n) { return (float)(n / 1e6); }
+
+/* >>the array */
+static int tkvi_threshold_order(const tkv_threshold *a, const tkv_threshold *b) {
+    const int names = strcmp(a->model, b->model);
+    if (names) return names;
+    return a->layer != b->layer       ? (a->layer > b->layer) - (a->layer < b->layer)
+           : a->context != b->context ? (a->context > b->context) - (a->context < b->context)
+                                      : 0;
+}
+
+/* Is the array as these functions leave it? It is the caller's, so nothing is taken for granted. */
+static int tkvi_thresholds_sound(const tkv_thresholds *t) {
+    int i;
+    if (!t || t->n < 0 || t->n > t->room || (t->room > 0 && !t->entry)) return 0;
+    for (i = 0; i < t->n; i++) {
+        if (tkvi_threshold_wrong(&t->entry[i])) return 0;
+        if (i && tkvi_threshold_order(&t->entry[i - 1], &t->entry[i]) >= 0) return 0;
+    }
+    return 1;
+}
+
+/* Where the entry stands or would stand; *found: it stands there. */
+static int tkvi_threshold_place(const tkv_thresholds *t, const tkv_threshold *e, int *found) {
+    int i = 0, order = 1;
+    while (i < t->n && (order = tkvi_threshold_order(&t->entry[i], e)) < 0) i++;
+    *found = i < t->n && order == 0;
+    return i;
+}
+
+/* In a sound array with room. */
+static void tkvi_threshold_put(tkv_thresholds *t, const tkv_threshold *e) {
+    int found, i = tkvi_threshold_place(t, e, &found);
+    tkv_threshold *to = &t->entry[i];
+    size_t length = strlen(e->model);
+    if (!found) memmove(to + 1, to, (size_t)(t->n++ - i) * sizeof *to);
+    *to = *e;
+    memset(to->model + length, 0, sizeof to->model - length);
+    to->score = tkvi_of_millionths(tkvi_millionths(e->score));
+}
+
+TKV_API tkv_status tkv_thresholds_put(tkv_thresholds *t, const tkv_threshold *e) {
+    tkv_threshold copy;
+    int found;
+    if (!tkvi_thresholds_sound(t) || !e || tkvi_threshold_wrong(e)) return TKV_ERR_ARG;
+    copy = *e; /* it may stand in the array itself */
+    tkvi_threshold_place(t, &copy, &found);
+    if (!found && t->n == t->room) return TKV_ERR_CAPACITY;
+    tkvi_threshold_put(t, &copy);
+    return TKV_OK;
+}
+
+/* >>finding */
+static int tkvi_context_distance(const tkv_threshold *e, int context) {
+    return e->context > context ? e->context - context : context - e->context;
+}
+
+/* Below 0: a is the better one for this layer and context. Of two entries that are there, never 0. */
+static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, int layer, int context) {
+    int i, key[5][2];
+    const tkv_threshold *e[2];
+    e[0] = a;
+    e[1] = b;
+    for (i = 0; i < 2; i++) { /* the smaller key is the better */
+        key[0][i] = e[i]->layer != layer;
+        key[1][i] = tkvi_context_distance(e[i], context);
+        key[2][i] = -tkvi_millionths(e[i]->score);
+        key[3][i] = -e[i]->samples;
+        key[4][i] = -e[i]->context;
+    }
+    for (i = 0; i < 5; i++)
+        if (key[i][0] != key[i][1]) return key[i][0] < key[i][1] ? -1 : 1;
+    return 0;
+}
+
+TKV_API int tkv_thresholds_candidates(const tkv_thresholds *t, const char *model, int layer, int context,
+                                      tkv_threshold *out, int most) {
+    int i, k, n = 0;
+    if (!tkvi_thresholds_sound(t) || !model || !out || most < 1) return 0;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[0], layer)) return 0;
+    if (!tkvi_number_valid(&tkvi_threshold_numbers[1], context)) return 0;
+    for (i = 0; i < t->n; i++) {
+        const tkv_threshold *e = &t->entry[i];
+        if ((e->layer != layer && e->layer != TKV_ALL) || strcmp(e->model, model) != 0) continue;
+        for (k = n; k > 0 && tkvi_threshold_rank(e, &out[k - 1], layer, context) < 0; k--)
+            if (k < most) out[k] = out[k - 1];
+        if (k == most) continue;
+        out[k] = *e;
+        n += n < most;
+    }
+    return n;
+}
+
+TKV_API tkv_status tkv_thresholds_find(const tkv_thresholds *t, const char *model, int layer, int context,
+                                       tkv_threshold *out) {
+    if (!tkvi_thresholds_sound(t) || !model || !out) return TKV_ERR_ARG;
+    return tkv_thresholds_candidates(t, model, layer, context, out, 1) ? TKV_OK : TKV_ERR_RANGE;
+}
+
+TKV_API tkv_status tkv_thresholds_transfer(tkv_thresholds *t, const char *from, const char *to,
+                                           float discount) {
+    char model[2][TKV_MODEL_NAME]; /* copies: a name may stand in the array itself */
+    tkv_threshold e;
+    int i, pass, found, any = 0, fresh = 0;
+    if (tkvi_bits(discount) == 0) discount = .9f;
+    if (!tkvi_thresholds_sound(t) || !from || !to || strcmp(from, to) == 0) return TKV_ERR_ARG;
+    if (!tkvi_model_valid(from) || !tkvi_model_valid(to)) return TKV_ERR_ARG;
+    if (!tkvi_is_finite(discount) || discount <= 0.0f || discount > 1.0f) return TKV_ERR_ARG;
+    memset(model, 0, sizeof model);
+    memcpy(model[0], from, strlen(from));
+    memcpy(model[1], to, strlen(to));
+    for (pass = 0; pass < 2; pass++) { /* counts, then copies */
+        for (i = 0; i < t->n; i++) {
+            if (strcmp(t->entry[i].model, model[0]) != 0) continue;
+            any = 1;
+            e = t->entry[i];
+            memcpy(e.model, model[1], sizeof e.model);
+            tkvi_threshold_place(t, &e, &found);
+            if (found) continue;
+            e.score *= discount;
+            e.samples = 0;
+            if (pass == 0) fresh++;
+            else tkvi_threshold_put(t, &e); /* may move this one up: it is met again, and its copy found */
+        }
+        if (!any) return TKV_ERR_RANGE;
+        if (pass == 0 && fresh > t->room - t->n) return TKV_ERR_CAPACITY;
+    }
+    return TKV_OK;
+}
+
+/* >>printing */
+typedef struct tkvi_printer {
+    tkv_write_bytes write;
+    void *user;
+    uint64_t sum;
+    int failed;
+} tkvi_printer;
+
+static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
+    const size_t n = (size_t)(t->at - line);
+    p->sum = tkvi_fnv1a_more(p->sum, (const uint8_t *)line, n);
+    if (!p->failed) p->failed = p->write(p->user, line, n) != 0;
+}
+
+static void tkvi_say_number(tkvi_text *t, int n) {
+    if (n == TKV_NONE) tkvi_say(t, "none");
+    else if (n == TKV_ALL) tkvi_say(t, "all");
+    else tkvi_say_int(t, n);
+}
+
+static void tkvi_say_format(tkvi_text *t, tkv_format f) {
+    tkvi_say(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
+}
+
+static void tkvi_say_score(tkvi_text *t, float score) {
+    char digits[9];
+    int i, n = tkvi_millionths(score);
+    for (i = 7; i >= 0; i--) {
+        digits[i] = '.';
+        if (i == 1) continue;
+        digits[i] = (char)('0' + n % 10);
+        n /= 10;
+    }
+    digits[8] = 0;
+    tkvi_say(t, digits);
+}
+
+static void tkvi_say_sum(tkvi_text *t, uint64_t sum) {
+    char digits[17];
+    int i;
+    for (i = 15; i >= 0; i--, sum >>= 4) digits[i] = "0123456789abcdef"[sum & 15u];
+    digits[16] = 0;
+    tkvi_say(t, "sum ");
+    tkvi_say(t, digits);
+    tkvi_say(t, "\n");
+}
+
+static void tkvi_say_threshold(tkvi_text *t, const tkv_threshold *e) {
+    int i;
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_say(t, " "))
+        tkvi_say_number(t, tkvi_threshold_number_of(e, i));
+    tkvi_say_format(t, e->archive.k);
+    tkvi_say(t, " ");
+    tkvi_say_format(t, e->archive.v);
+    tkvi_say(t, " ");
+    tkvi_say_score(t, e->score);
+    tkvi_say(t, " ");
+    tkvi_say(t, e->model);
+    tkvi_say(t, "\n");
+}
+
+TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
+    char line[TKVI_THRESHOLD_LINE];
+    tkvi_printer p;
+    tkvi_text at = tkvi_text_begin(line, sizeof line);
+    int i;
+    if (!tkvi_thresholds_sound(t) || !write) return TKV_ERR_ARG;
+    p.write = write;
+    p.user = user;
+    p.sum = TKVI_FNV1A_START;
+    p.failed = 0;
+    tkvi_say(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
+    tkvi_print_line(&p, &at, line);
+    for (i = 0; i < t->n; i++) {
+        at = tkvi_text_begin(line, sizeof line);
+        tkvi_say_threshold(&at, &t->entry[i]);
+        tkvi_print_line(&p, &at, line);
+    }
+    at = tkvi_text_begin(line, sizeof line);
+    tkvi_say_sum(&at, p.sum);
+    tkvi_print_line(&p, &at, line);
+    return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
+}
+
+/* A piece of memory to print to; without one it only counts. */
+typedef struct tkvi_sheet {
+    char *at;
+    size_t used;
+} tkvi_sheet;
+
+static int tkvi_sheet_write(void *user, const char *bytes, size_t size) {
+    tkvi_sheet *p = (tkvi_sheet *)user;
+    if (p->at) memcpy(p->at + p->used, bytes, size);
+    p->used += size;
+    return 0;
+}
+
+TKV_API tkv_status tkv_thresholds_print(const tkv_thresholds *t, char *dst, size_t size, size_t *bytes) {
+    tkvi_sheet p;
+    p.at = NULL;
+    p.used = 0;
+    if (tkv_thresholds_save(t, tkvi_sheet_write, &p)) return TKV_ERR_ARG;
+    if (bytes) *bytes = p.used;
+    if (!dst) return TKV_OK;
+    if (size < p.used) return TKV_ERR_ARG;
+    p.at = dst;
+    p.used = 0;
+    return tkv_thresholds_save(t, tkvi_sheet_write, &p);
+}
+
+/* >>reading. A field that is not as it would be printed gives 0. */
+typedef struct tkvi_scan {
+    const char *at, *end;
+    int line;
+} tkvi_scan;
+
+/* The bytes up to the next blank, cut off; up to the end of the line for the last field. */
+static int tkvi_scan_field(tkvi_scan *s, char stop, char *out, size_t room) {
+    size_t n = 0;
+    while (s->at < s->end && *s->at != stop && *s->at != '\n' && *s->at && n + 1 < room) out[n++] = *s->at++;
+    out[n] = 0;
+    return n > 0 && s->at < s->end && *s->at++ == stop;
+}
+
+/* Digits, at most `high`, no zero before them; or -1. */
+static int tkvi_scan_digits(const char *s, int high) {
+    int64_t n = 0;
+    int i;
+    for (i = 0; s[i] >= '0' && s[i] <= '9' && i < 10; i++) n = n * 10 + (s[i] - '0');
+    return i == 0 || s[i] || (s[0] == '0' && i > 1) || n > high ? -1 : (int)n;
+}
+
+static int tkvi_scan_number(tkvi_scan *s, const tkvi_threshold_number *d, int *x) {
+    char word[16];
+    if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
+    if (strcmp(word, "none") == 0) *x = TKV_NONE;
+    else if (strcmp(word, "all") == 0) *x = TKV_ALL;
+    else if ((*x = tkvi_scan_digits(word, d->high)) < 0) return 0;
+    return tkvi_number_valid(d, *x);
+}
+
+static int tkvi_scan_format(tkvi_scan *s, tkv_side side, tkv_format *f) {
+    char word[32];
+    if (!tkvi_scan_field(s, ' ', word, sizeof word)) return 0;
+    *f = tkv_format_from_name(word);
+    return *f == TKV_FORMAT_DEFAULT ? strcmp(word, "default") == 0 : tkvi_store_format_valid(*f, side);
+}
+
+static int tkvi_scan_score(tkvi_scan *s, float *score) {
+    char word[16];
+    int i, n = 0;
+    if (!tkvi_scan_field(s, ' ', word, sizeof word) || strlen(word) != 8) return 0;
+    for (i = 0; i < 8; i++) {
+        if (i == 1 && word[i] == '.') continue;
+        if (i == 1 || word[i] < '0' || word[i] > '9') return 0;
+        n = n * 10 + (word[i] - '0');
+    }
+    *score = tkvi_of_millionths(n);
+    return n <= 1000000;
+}
+
+/* One line as an entry. Returns what is wrong with it, or NULL. */
+static const char *tkvi_scan_threshold(tkvi_scan *s, tkv_threshold *e) {
+    int i, x;
+    memset(e, 0, sizeof *e);
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++) {
+        if (!tkvi_scan_number(s, &tkvi_threshold_numbers[i], &x)) return tkvi_threshold_numbers[i].name;
+        memcpy((char *)e + tkvi_threshold_numbers[i].at, &x, sizeof x);
+    }
+    if (!tkvi_scan_format(s, TKV_K, &e->archive.k)) return "archive.k";
+    if (!tkvi_scan_format(s, TKV_V, &e->archive.v)) return "archive.v";
+    if (!tkvi_scan_score(s, &e->score)) return "score";
+    if (!tkvi_scan_field(s, '\n', e->model, sizeof e->model)) return "model";
+    return tkvi_threshold_wrong(e);
+}
+
+static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
+    const size_t n = strlen(with);
+    return (size_t)(s->end - s->at) >= n && memcmp(s->at, with, n) == 0;
+}
+
+static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
+    tkvi_say(reason, "line ");
+    tkvi_say_int(reason, s->line);
+    tkvi_say(reason, ": ");
+    tkvi_say(reason, what);
+    tkvi_say(reason, why);
+    return TKV_ERR_DATA;
+}
+
+/* Reads a text, into `to` unless that is NULL; *n counts its entries. */
+static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_threshold *to, int *n,
+                                       tkvi_text *reason) {
+    static const char title[] = TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n";
+    char line[TKVI_THRESHOLD_LINE];
+    tkvi_text sum = tkvi_text_begin(line, sizeof line);
+    tkv_threshold e, last;
+    tkvi_scan s;
+    s.at = src;
+    s.end = src + size;
+    s.line = 1;
+    *n = 0;
+    if (!tkvi_starts_with(&s, TKVI_THRESHOLDS_TITLE))
+        return tkvi_scan_bad(&s, "this is no threshold store", "", reason);
+    if (!tkvi_starts_with(&s, title))
+        return tkvi_scan_bad(&s, "the store is of another version: ask the library that wrote it", "",
+                             reason);
+    s.at += sizeof title - 1;
+    for (s.line = 2; s.at < s.end && !tkvi_starts_with(&s, "sum "); s.line++, ++*n) {
+        const char *wrong = tkvi_scan_threshold(&s, &e);
+        if (wrong) return tkvi_scan_bad(&s, wrong, " is damaged or out of range: take an older copy", reason);
+        if (*n && tkvi_threshold_order(&last, &e) >= 0)
+            return tkvi_scan_bad(&s, "the entry", " is there twice or out of order", reason);
+        if (s.line == TKVI_FOREVER) return tkvi_scan_bad(&s, "there are too many", "", reason);
+        if (to) to[*n] = e;
+        last = e;
+    }
+    tkvi_say_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
+    if (!tkvi_starts_with(&s, line))
+        return tkvi_scan_bad(&s, "the checksum", " is missing or wrong: take an older copy", reason);
+    if ((size_t)(s.end - s.at) != strlen(line))
+        return tkvi_scan_bad(&s, "there is something", " after the checksum", reason);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size_t size, char *reason,
+                                        size_t reason_size) {
+    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
+    tkv_status st;
+    int n;
+    if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
+        tkvi_say(&why, "the store or the text is missing");
+        return TKV_ERR_ARG;
+    }
+    st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
+    if (st) return st;
+    if (n > t->room) {
+        tkvi_say(&why, "the text has ");
+        tkvi_say_int(&why, n);
+        tkvi_say(&why, " entries, the store has room for ");
+        tkvi_say_int(&why, t->room);
+        return TKV_ERR_CAPACITY;
+    }
+    (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, void *user, char *work,
+                                       size_t size, char *reason, size_t reason_size) {
+    tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
+    size_t used = 0;
+    if (!read || !work) {
+        tkvi_say(&why, "the function that reads or its work space is missing");
+        return TKV_ERR_ARG;
+    }
+    for (;;) {
+        char more;
+        const int full = used == size; /* is there another byte? */
+        const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
+        if (got == 0) break;
+        if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
+            tkvi_say(&why, "the function that reads has failed");
+            return TKV_ERR_DATA;
+        }
+        if (full) {
+            tkvi_say(&why, "the text is longer than the work space");
+            return TKV_ERR_CAPACITY;
+        }
+        used += (size_t)got;
+    }
+    return tkv_thresholds_parse(t, work, used, reason, reason_size);
+}
+
+#endif /* TKVI_LEARN_THRESHOLDS_H */

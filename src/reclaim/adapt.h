@@ -1,0 +1,51 @@
+/*
+ * reclaim/adapt.h - quality feedback for a cache: advice (learn/feedback.h) becomes lengths and levels
+ * (reclaim/budget.h). May call both.
+ */
+#ifndef TKVI_RECLAIM_ADAPT_H
+#define TKVI_RECLAIM_ADAPT_H
+
+#include "learn/feedback.h"
+#include "reclaim/budget.h"
+
+/* hot_tokens of the present level, or of the nearest one that has any; 0: everything is exact at all. */
+static int tkvi_hot_tokens(const tkv_cache *kv) {
+    const int n = kv->tables.n_levels;
+    int away, side, layer;
+    for (away = 0; away < n; away++)
+        for (side = -1; side <= 1; side += 2) {
+            const int level = kv->tables.level + side * away;
+            for (layer = 0; layer < kv->tables.cfg.n_layers && level >= 0 && level < n; layer++) {
+                const int hot = tkvi_rules_of(&kv->tables, layer)[level].hot;
+                if (kv->tables.plan[layer].stored == layer && hot != TKVI_FOREVER) return hot;
+            }
+        }
+    return 0;
+}
+
+/* The level after a step. Under a budget memory decides: the cache is at the loosest level that holds what there is. */
+static int tkvi_follow(const tkv_cache *kv, int step) {
+    const tkv_policy_config *p = &kv->policy.cfg;
+    const int level = kv->tables.level + step;
+    return tkvi_lazy(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+}
+
+TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
+    tkv_advice a;
+    int hot;
+    tkv_status st;
+    if (!kv) return TKV_ERR_ARG;
+    hot = tkvi_hot_tokens(kv);
+    st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
+    if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
+    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_lazy(kv)))
+        st = tkv_set_hot_tokens(kv, a.hot_tokens);
+    if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
+    a.step = kv->tables.level - (a.level - a.step); /* as it was done */
+    a.level = kv->tables.level;
+    a.hot_tokens = tkvi_hot_tokens(kv);
+    if (!st && out) *out = a;
+    return st ? st : tkvi_ok(kv);
+}
+
+#endif /* TKVI_RECLAIM_ADAPT_H */

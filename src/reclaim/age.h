@@ -1,0 +1,216 @@
+/*
+ * reclaim/age.h - how a block comes to a tighter format: what is due by age, and the recoding itself, for real or on
+ * paper (tkvi_peak). May call cache and below.
+ *
+ * Ageing looks at lengths alone: at the start of an append (or of a step) a block whose last token is hot_tokens old
+ * moves to warm, one that is hot_tokens + warm_tokens old to the archive, always whole blocks, and never the tokens
+ * of the chunk that is about to be attended to.
+ */
+#ifndef TKVI_RECLAIM_AGE_H
+#define TKVI_RECLAIM_AGE_H
+
+#include "learn/squat_queries.h"
+#include "reclaim/anchors.h"
+
+static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
+    int64_t age = (int64_t)len - end;
+    if (age < hot) return TKV_HOT;
+    return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
+}
+
+/* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
+static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+
+/* The age at which a layer's blocks leave the hot tier by themselves. */
+static int tkvi_hot_age(const tkv_cache *kv, int layer) {
+    return tkvi_lazy(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
+}
+
+static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
+    return kv->tables.coding[to].bytes.total < kv->tables.coding[from].bytes.total;
+}
+
+typedef struct tkvi_recoding {
+    tkv_cache *kv;
+    const tkvi_coding *from, *to;
+    int layer, start;
+    uint64_t there; /* of its tokens: the others are left out */
+} tkvi_recoding;
+
+/* Keys or values of the tokens of these bits, one behind the other; returns how many. */
+static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const uint8_t *bytes,
+                          uint64_t there, float *out, size_t stride) {
+    int t = 0, n = 0;
+    while (t < TKVI_BLOCK && there >> t) {
+        int run = 0;
+        while (t + run < TKVI_BLOCK && there >> (t + run) & 1) run++;
+        if (run) tkvi_values(side, help, bytes, t, run, out + (size_t)n * stride, stride);
+        n += run;
+        t += tkvi_max(run, 1);
+    }
+    return n;
+}
+
+/* What is decoded in kv->recode, as the record of a head of a block that begins at `start`. */
+static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
+                               int n, uint8_t *dst) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    tkvi_side to_k = r->k;
+    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.start = start;
+    tkvi_encode_side(&to_k, kv->kernels->helpers, k, (size_t)cfg->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->helpers, v, (size_t)cfg->v_head_dim, n, dst + r->v_at);
+}
+
+static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
+    const tkvi_recoding *r = (const tkvi_recoding *)ctx;
+    const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_helpers *help = r->kv->kernels->helpers;
+    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    int h, n;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
+        n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
+        (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
+        tkvi_encode_record(r->kv, r->layer, h, b, r->start, n, dst + b->at);
+    }
+}
+
+/* The meter copies what is exact for the last time (cache/meter.h). */
+static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+    const tkvi_coding *c = &kv->tables.coding[b->coding];
+    int i;
+    if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        if (g->layer == layer)
+            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
+    }
+}
+
+/* Block i of a list goes to another tier's coding, or only on paper. */
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
+    tkvi_block *b = &kv->pool.block[id];
+    int packs;
+    uint16_t via;
+    tkvi_recoding r;
+    if (tkvi_spilled(b)) return; /* it is as far away as it can be */
+    if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
+    /* also where a budget has ended: a level's blocks do not get looser */
+    if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
+    if (paper) {
+        tkvi_peak_take(paper, coding);
+        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
+        return;
+    }
+    tkvi_keep_exact(kv, seq, layer, b);
+    kv->demoted++;
+    via = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
+    r.kv = kv;
+    r.from = &kv->tables.coding[b->coding];
+    r.to = &kv->tables.coding[coding];
+    r.layer = layer;
+    r.start = b->start;
+    tkvi_choose_anchors(kv, seq, layer, i);
+    r.there = tkvi_kept(kv, list, ids, i);
+    packs = (b->gone & ~r.there) && r.there && !tkvi_binds(kv);
+    if (packs) {
+        tkvi_forget_copy(&kv->pool, id); /* its tokens have other places */
+    } else {
+        r.there |= b->gone; /* they keep their places */
+        tkvi_keep_copy(kv, layer, id);
+    }
+    if (b->refs > 1) { /* the other holders keep theirs */
+        ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
+        b = &kv->pool.block[id];
+        tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        if (kv->pool.notes) kv->pool.notes[ids[i]] = kv->pool.notes[id];
+        kv->pool.block[ids[i]].gone = b->gone;
+        kv->pool.block[ids[i]].packed = b->packed;
+        tkvi_release_block(&kv->pool, id);
+    } else {
+        tkvi_recode_block(&kv->pool, id, coding, tkvi_recode, &r);
+    }
+    b = &kv->pool.block[ids[i]];
+    tkvi_note_move(kv, ids[i], list->len);
+    b->via = via;
+    if (packs) {
+        b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->gone = kv->pool.notes[ids[i]].anchored;
+    }
+}
+
+/* >>paper: starts with what there is and what was promised */
+static tkvi_peak tkvi_paper(tkv_cache *kv) {
+    tkvi_peak k;
+    int c;
+    memset(&k, 0, sizeof k);
+    k.tables = &kv->tables;
+    k.live = kv->peak_live;
+    for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
+    k.outside = kv->pool.n_spilled;
+    tkvi_peak_note(&k);
+    return k;
+}
+
+/* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
+ * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
+static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, gone = 0, len = now.len;
+    while (p->keep && gone + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
+        const tkvi_block *b = &kv->pool.block[ids[gone]];
+        if (paper && b->refs == 1 && !tkvi_spilled(b)) tkvi_peak_give(paper, b->coding);
+        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
+        gone++;
+    }
+    if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
+        int left = gone, tier, *of_tier[3];
+        now.tight = tkvi_max(0, now.tight - (gone - now.sinks)); /* the sinks go first, if there are any */
+        now.tightest = tkvi_max(0, now.tightest - (gone - now.sinks));
+        now.out = tkvi_max(0, now.out - (gone - now.sinks));
+        of_tier[0] = &now.sinks;
+        of_tier[1] = &now.archive;
+        of_tier[2] = &now.warm;
+        now.dropped = tkvi_block_start(kv, ids, gone);
+        for (tier = 0; tier < 3; tier++) {
+            int take = tkvi_min(left, *of_tier[tier]);
+            *of_tier[tier] -= take;
+            left -= take;
+        }
+        now.n -= gone;
+        if (paper) {
+            ids += gone;
+        } else {
+            memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
+            *list = now;
+        }
+    }
+    for (i = now.sinks + now.archive; i < now.n; i++) {
+        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
+        int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
+        while (tkvi_waits(kv, layer, due)) due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+        if (due == TKV_HOT || (!whole && !partial)) break;
+        if (is_warm && due == TKV_WARM) {
+            i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
+            continue;
+        }
+        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
+        if (is_warm) now.warm--;
+        if (due == TKV_ARCHIVE) now.archive++;
+        else now.warm++;
+    }
+    if (!paper) *list = now;
+}
+
+#endif /* TKVI_RECLAIM_AGE_H */

@@ -1,0 +1,991 @@
+/*
+ * reclaim/budget.h - a bound on everything that the cache holds: when bytes are needed, blocks get tighter, oldest
+ * first.
+ *
+ *     append -> does it fit, if everything old were at one of the levels, or with the resorts below, on paper?
+ *               no: TKV_ERR_BUDGET, nothing has changed                                 (tkvi_fits_somewhere)
+ *            -> above what the level allows: a block or as many as the new bytes require     (tkvi_keep_pace)
+ *            -> still no room: as many as it takes, and the next level when this one is done; then, where the
+ *               config has a place for them, the oldest blocks go outside, then what a model can compute
+ *               again goes (discard.h), then tokens (evict_tokens.h)                         (tkvi_make_room)
+ *
+ * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
+ * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
+ * and what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before
+ * it; then the same is done.
+ *
+ * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
+ * of blocks of each size ask for (cache/pool.h), so whether it fits is arithmetic. Recoding needs a page for each
+ * size of block that comes out of it: these spare pages are held from the first append on and used by nothing else. A
+ * list remembers how many of its blocks are as tight as the level wants (tkvi_list.tight), so the next one is found
+ * by a look at each list.
+ *
+ * A level is left for a tighter one when the average pressure asks for it and nothing is left to do at this one, or
+ * when there is no room otherwise; for a looser one when the pressure fell and all that is held would fit there.
+ * Blocks never get looser by that. May call age and below.
+ */
+#ifndef TKVI_RECLAIM_BUDGET_H
+#define TKVI_RECLAIM_BUDGET_H
+
+#include "cache/lookup.h"
+#include "reclaim/discard.h"
+#include "reclaim/evict_tokens.h"
+
+/* >>bytes */
+/* All that is held, but free pages that nobody keeps. */
+static size_t tkvi_in_use(const tkv_cache *kv) {
+    const size_t spare = (size_t)kv->pool.spare, n_free = kv->pool.n_free_pages;
+    return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
+}
+
+/* All but pages. */
+static size_t tkvi_rest(const tkv_cache *kv) {
+    return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
+}
+
+/* Memory that an array may take when it grows; the old one is given back, but not before. */
+static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
+    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+}
+
+/* >>what a call asks for */
+/* Does the tail have a block that takes another token? */
+static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                          const uint32_t *ids) {
+    int last = list->n - 1, room;
+    if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_HOT) return 0; /* flushed short */
+    if (kv->pool.block[ids[last]].packed) return 0; /* what was behind it is cut off */
+    room = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
+}
+
+/* Blocks that n more tokens open, and the sink block among them. */
+static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                           const uint32_t *ids, int n, int *sink) {
+    int rest = n - tkvi_tail_room(kv, p, list, ids);
+    *sink = rest > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) rest -= p->sink;
+    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+}
+
+/* Blocks that a list may need room for: those it has, the new ones, and a spare. */
+static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
+    int sink;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
+           1;
+}
+
+/* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
+static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_paper) {
+    const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
+    int l, want = 0;
+    if (row->n == 0) return 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_paper ? list->n - list->left : 0;
+        if (kv->tables.plan[l].stored == l && more > 0)
+            want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
+    }
+    return want;
+}
+
+/* Bytes of the index that this takes; old arrays are given back, but not before. */
+static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_paper) {
+    const tkvi_order *o = &kv->order;
+    size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
+    int i, most = 0;
+    for (i = 0; i < o->n_rows; i++) {
+        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_paper);
+        bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
+                 (size_t)kv->tables.cfg.n_layers;
+        most = tkvi_max(most, want);
+    }
+    return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+}
+
+static void tkvi_ask_nothing(tkv_cache *kv) {
+    memset(kv->need, 0, (size_t)kv->tables.n_classes * sizeof *kv->need);
+    memset(&kv->order, 0, sizeof kv->order);
+}
+
+/* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
+static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *paper, const tkv_rows *rows, int n_rows, int layer) {
+    int64_t blocks = kv->pool.n_spilled;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = paper->live[c] - now;
+        kv->need[c] = more > 0 ? more : 0;
+        blocks += now + kv->need[c];
+    }
+    kv->order.rows = rows;
+    kv->order.n_rows = n_rows;
+    kv->order.layer = layer;
+    kv->order.blocks = paper->most_blocks - blocks;
+}
+
+/* >>what there would be */
+typedef struct tkvi_outlook {
+    int64_t *slots;  /* of each class */
+    int64_t outside; /* blocks */
+    int on_paper;    /* lists are as long as `left` says */
+    int64_t more;    /* pages beyond that, as it is not known which slots they are */
+} tkvi_outlook;
+
+/* As it is, and what is asked for. */
+static tkvi_outlook tkvi_now(tkv_cache *kv) {
+    tkvi_outlook o;
+    int c;
+    o.slots = kv->need + kv->tables.n_classes;
+    o.outside = kv->pool.n_spilled;
+    o.on_paper = 0;
+    o.more = 0;
+    for (c = 0; c < kv->tables.n_classes; c++)
+        o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
+    return o;
+}
+
+/* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
+static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
+    int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
+    size_t bytes, more;
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t slots = o->slots[c] > 0 ? o->slots[c] : 0;
+        pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
+        blocks += slots;
+    }
+    more = tkvi_index_growth(kv, blocks, o->on_paper);
+    if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
+    if (index) *index = more;
+    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
+        !tkvi_add(bytes, tkvi_rest(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
+        return (size_t)-1;
+    return bytes;
+}
+
+static size_t tkvi_bytes_now(tkv_cache *kv) {
+    const tkvi_outlook now = tkvi_now(kv);
+    return tkvi_bytes_with(kv, &now, NULL);
+}
+
+/* >>what is stored more loosely than a level wants it */
+typedef struct tkvi_stale {
+    int seq, layer, i, coding;
+    tkv_tier due;
+} tkvi_stale;
+
+/* What it is coded in. */
+static const tkvi_coding *tkvi_coding_at(const tkv_cache *kv, const tkvi_stale *s) {
+    return &kv->tables.coding[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].coding];
+}
+
+static int tkvi_any_step(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) any |= kv->seq[seq].in_step;
+    return any;
+}
+
+/* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
+static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
+                              const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
+    if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
+    while (r->shared[due] && kv->tables.current[layer] < 0 && !tables)
+        due = due == TKV_ARCHIVE ? TKV_WARM : TKV_HOT;
+    return due;
+}
+
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
+                         i + 1 == list->n, r, tables);
+}
+
+/* Block i, the first that is not yet seen to, is in its place: the tiers of a list are stretches of it. */
+static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
+    if (i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+    if (due == TKV_ARCHIVE) list->tightest++;
+    list->tight = tkvi_max(list->tight, i + 1 - list->sinks);
+}
+
+/* The oldest block of a list that the level wants tighter, first for the archive, then for warm. 0: there is none. */
+static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &kv->tables.plan[layer].now;
+    for (;;) {
+        int i = list->sinks + list->tightest;
+        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        const tkvi_block *b;
+        if (due != TKV_ARCHIVE) {
+            i = list->sinks + list->tight;
+            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
+        }
+        if (due == TKV_HOT) return 0;
+        b = &kv->pool.block[ids[i]];
+        s->coding = tkvi_coding_of(&kv->tables, layer, due);
+        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
+            s->seq = seq;
+            s->layer = layer;
+            s->i = i;
+            s->due = due;
+            return 1;
+        }
+        tkvi_in_place(list, i, due);
+    }
+}
+
+/* Where a block may go: anywhere, where no memory is asked for, where no page is opened either. */
+typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
+
+static int tkvi_has_slot(const tkv_cache *kv, int coding, tkvi_where where) {
+    if (where == TKVI_ANYWHERE || kv->pool.room[kv->tables.coding[coding].size_class] != TKVI_NIL) return 1;
+    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_promised_pages(&kv->pool);
+}
+
+/* The oldest of all lists that has such a slot. early: tables that are missing may be made of what there is. */
+static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
+    int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            tkvi_stale s;
+            int age;
+            if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
+            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
+            if (age <= most || !tkvi_has_slot(kv, s.coding, where)) continue;
+            most = age;
+            *oldest = s;
+            found = 1;
+        }
+    return found;
+}
+
+static uint64_t tkvi_pending(const tkv_cache *kv) {
+    uint64_t n = 0;
+    int seq, layer, i, tables = !tkvi_any_step(kv);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = list->sinks + list->tightest; i < list->n; i++) {
+                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                const tkvi_block *b = &kv->pool.block[ids[i]];
+                if (due == TKV_HOT) break;
+                n += b->refs == 1 && !tkvi_spilled(b) &&
+                     tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
+            }
+        }
+    return n;
+}
+
+/* An operation does not fit, at the last level either. */
+static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
+    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the tightest level would need", (int64_t)bytes,
+                              " bytes, more than the budget; reset a sequence or raise it");
+    if (kv->store_failed)
+        st =
+            tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
+    kv->refused++;
+    tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    return st;
+}
+
+/* >>levels */
+/* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
+static int tkvi_spill_oldest(tkv_cache *kv) {
+    int seq, layer, most = -1, of_seq = 0, of_layer = 0;
+    if (!tkvi_can_store(kv)) return 0;
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const int i = tkvi_next_out(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= most) continue;
+            most = age;
+            of_seq = seq;
+            of_layer = layer;
+        }
+    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+}
+
+/* Another plan without a budget: what was reserved was counted by the old one. */
+static void tkvi_end_promises(tkv_cache *kv) {
+    const size_t n = (size_t)kv->tables.n_classes;
+    int seq;
+    memset(kv->promised, 0, (size_t)kv->tables.cfg.max_seqs * n * sizeof *kv->promised);
+    memset(kv->pool.promised, 0, n * sizeof *kv->pool.promised);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) kv->seq[seq].reserved_len = 0;
+    tkvi_trim(&kv->pool);
+}
+
+/* The layers' plans become those of a level, or are read again: all blocks are to be looked at by them. */
+static void tkvi_take_plans(tkv_cache *kv, int level) {
+    size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
+    tkvi_take_level(&kv->tables, level);
+    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
+    for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
+}
+
+static void tkvi_go_to_level(tkv_cache *kv, int level) {
+    const int from = kv->tables.level;
+    if (level == from) return;
+    tkvi_take_plans(kv, level);
+    kv->relax_at = (size_t)-1;
+    tkvi_policy_move(&kv->policy.now, level);
+    tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+              level > from ? "memory is short: old tokens get tighter"
+                           : "memory is free again: new tokens are looser");
+}
+
+/* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
+typedef enum tkvi_resort {
+    TKVI_LOOSEN = 1,
+    TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
+    TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
+    TKVI_EVICT_ALL = 8, /* be they outside or not */
+    TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
+    TKVI_FIRST = 32  /* before anything else happens */
+} tkvi_resort;
+
+static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule *rule, int level,
+                                  int resort) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !(resort & TKVI_EVICT_ALL);
+    if (resort & TKVI_OUT) s.rule = rule;
+    if (resort & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+        s.vacant = tkvi_vacant_to(kv, seq, level);
+    return s;
+}
+
+/* Is it known who goes, whatever becomes of the blocks until then? */
+static int tkvi_has_floor(const tkv_cache *kv) {
+    const tkv_evict_kind kind = kv->tables.cfg.evict.kind;
+    return kind && kind != TKV_EVICT_USER && !(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_KEYS) &&
+           (!(tkv_evict_needs(kind) & TKV_EVICT_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+}
+
+/* Tokens of a list that stay by TKVI_FLOOR. */
+static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+    const int stay = tkvi_stay_of(kv, seq, layer, spared);
+    const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
+    return stay + (int)(more * kv->share / 8);
+}
+
+/* One list goes to its floor. 0: it may not. */
+static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
+    tkvi_spared s;
+    memset(&s, 0, sizeof s);
+    s.outside = !outside_too;
+    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
+    tkvi_evict_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    return 1;
+}
+
+/* A block on paper. */
+typedef struct tkvi_paper_block {
+    uint64_t anchored;
+    int start, tokens, coding;
+    tkv_tier tier;
+    int stays; /* others hold it, too */
+    int away;  /* it has no slot */
+} tkvi_paper_block;
+
+/* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
+static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_block *b, int end) {
+    const tkvi_coding *coding = kv->tables.coding;
+    const int room = TKVI_BLOCK - a->tokens;
+    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
+    if (coding[a->coding].key != coding[b->coding].key || end - a->start > 65536) return 0;
+    if (b->tokens > room && a->anchored | b->anchored) return 0;
+    a->anchored |= b->anchored;
+    a->tokens += tkvi_min(b->tokens, room);
+    b->tokens -= tkvi_min(b->tokens, room);
+    return b->tokens == 0;
+}
+
+/* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
+ * are away as `spared` says, before. NULL: they are as they are. */
+static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared, const tkvi_rule *r,
+                            tkvi_paper_block **out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int tables = !tkvi_any_step(kv);
+    tkvi_paper_block *paper;
+    tkvi_choice c;
+    int i, t, at = 0, n = 0;
+    tkvi_choose_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
+    *out = paper = (tkvi_paper_block *)(void *)c.score; /* these have told all they can */
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t left = tkvi_kept(kv, list, ids, i);
+        tkvi_paper_block *mine = &paper[n];
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
+        mine->anchored = kv->pool.notes[ids[i]].anchored;
+        mine->start = tkvi_block_start(kv, ids, i);
+        mine->tokens = tkvi_bits_in(left);
+        mine->coding = b->coding;
+        mine->tier = tkvi_tier_at(list, i);
+        mine->stays = b->refs > 1;
+        mine->away = !mine->stays && tkvi_is_away(kv, seq, layer, i, spared);
+        if (r && i >= list->sinks && !mine->stays && !mine->away) {
+            const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
+            if (due != TKV_HOT) mine->tier = due;
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) mine->coding = r->coding[due];
+        }
+        if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
+        if (i + 1 < list->n && i > list->sinks && n > 0 &&
+            tkvi_paper_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            continue;
+        if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
+            left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
+            for (t = 0; !(left >> t & 1);) t++;
+            mine->start = tkvi_at(kv, ids[i], t);
+        }
+        n++;
+    }
+    return n;
+}
+
+/* Sinks among these blocks: 0 or 1. */
+static int tkvi_paper_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_paper_block *paper, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return n && list->sinks && paper->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+}
+
+/* tkvi_vacant_to, when all layers are at their floor. */
+static int tkvi_paper_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+    int layer, i, n, to = TKVI_FOREVER;
+    if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const int len = tkvi_list_of(kv, seq, layer)->len;
+        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        tkvi_paper_block *paper;
+        if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
+        n = tkvi_paper_floor(kv, seq, layer, spared, NULL, &paper);
+        i = tkvi_paper_sinks(kv, seq, layer, paper, n);
+        while (i + 2 < n && !paper[i].stays && tkvi_is_old(kv, seq, layer, paper[i + 1].start, r)) i++;
+        to = tkvi_min(to, i < n ? paper[i].start : len);
+    }
+    return to;
+}
+
+/* Adds to an outlook what becomes of a list at its floor. */
+static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const int first = resort & TKVI_FIRST;
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, first ? resort & ~TKVI_OUT : resort);
+    const int vacant = first && resort & TKVI_OUT ? tkvi_paper_vacant(kv, seq, level, &spared) : 0;
+    tkvi_paper_block *paper;
+    int i, sinks;
+    list->left = tkvi_paper_floor(kv, seq, layer, &spared, first ? NULL : r, &paper);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (b->refs > 1) continue;
+        if (tkvi_spilled(b)) o->outside--;
+        else o->slots[kv->tables.coding[b->coding].size_class]--;
+    }
+    sinks = tkvi_paper_sinks(kv, seq, layer, paper, list->left);
+    for (i = 0; i < list->left; i++) {
+        tkvi_paper_block *b = &paper[i];
+        const int end = i + 1 < list->left ? b[1].start : list->len;
+        if (b->stays) continue;
+        if (first && resort & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+            const tkv_tier due =
+                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
+            if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
+            b->away = end <= vacant ||
+                      (tkvi_can_store(kv) && i + 2 < list->left && tkvi_is_old(kv, seq, layer, end, r));
+        }
+        if (b->away) o->outside++;
+        else o->slots[kv->tables.coding[b->coding].size_class]++;
+    }
+}
+
+/* What eviction takes from a list for sure, by batches, after all else. */
+typedef struct tkvi_going {
+    int oldest;  /* so many tokens in RAM, those first that came first */
+    int here;    /* or so many blocks in RAM, no one knows which */
+    int outside; /* blocks outside: in each there may be one token left */
+} tkvi_going;
+
+/* The tier and the coding of block i when all is as tight as rule r wants it. */
+static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r,
+                               int *coding) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
+    *coding = due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due]) ? r->coding[due] : b->coding;
+    return due != TKV_HOT ? due : tkvi_tier_at(list, i);
+}
+
+/* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
+ * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
+ * left is known where the oldest go first, and no anchors are made before. */
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
+                              const tkvi_spared *spared) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int in_order = tkvi_evict_row_of(kv->tables.cfg.evict.kind)->in_order && !kv->tables.cfg.n_anchors;
+    int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
+    tkvi_going go = {0, 0, 0};
+    tkv_tier was = TKV_HOT;
+    if (kv->seq[seq].in_step || list->n == 0) return go;
+    stay = tkvi_stay_of(kv, seq, layer, spared);
+    for (i = 0; i < list->n; i++) {
+        const int there = tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        shared |= kv->pool.block[ids[i]].refs > 1;
+        if (i < list->sinks) continue;
+        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+            out++;
+            tokens_out += there;
+            key = -1;
+        } else {
+            int coding;
+            const tkv_tier tier = tkvi_tightened(kv, seq, layer, i, r, &coding);
+            stretches += kv->tables.coding[coding].key != key || tier != was;
+            key = kv->tables.coding[coding].key;
+            was = tier;
+            tokens += there;
+        }
+    }
+    if (shared || (tkvi_binds(kv) && !in_order)) return go;
+    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
+    else stay -= tokens_out;
+    if (in_order) go.oldest = tkvi_max(0, tokens - stay);
+    else go.here = tkvi_max(0, list->n - list->sinks - out - stretches - 2 * stay / TKVI_BLOCK);
+    return go;
+}
+
+/* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
+ * may be others, and then there are other pages that are not full. */
+static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) {
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    while (n > 0) {
+        int c, least = -1;
+        for (c = 0; c < kv->tables.n_classes; c++)
+            if (has[c] > 0 &&
+                (least < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[least].slots))
+                least = c;
+        if (least < 0) return;
+        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= has[c] > 0;
+        o->slots[least] -= tkvi_min((int)has[least], n);
+        n -= (int)has[least];
+        has[least] = 0;
+    }
+}
+
+/* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
+static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+    const tkvi_tables *t = &kv->tables;
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
+    int64_t *has = kv->need + 2 * t->n_classes;
+    tkvi_going go = {0, 0, 0};
+    tkv_evict_config full;
+    int i;
+    memset(has, 0, (size_t)t->n_classes * sizeof *has);
+    (void)tkvi_evict_fill(&t->cfg.evict, &full);
+    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    list->left = list->n - go.here;
+    for (i = list->sinks; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        int gone = 0, coding;
+        if (b->refs > 1) continue;
+        if (tkvi_is_away(kv, seq, layer, i, &spared)) {
+            gone = go.outside-- > 0;
+            if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
+            o->outside += !gone - tkvi_spilled(b);
+            list->left -= gone;
+            continue;
+        }
+        if (go.oldest > 0) {
+            go.oldest -= tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
+                   tkvi_block_start(kv, ids, i) >= full.sink_tokens;
+        }
+        if (resort & TKVI_LOOSEN) {
+            coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
+        } else {
+            (void)tkvi_tightened(kv, seq, layer, i, r, &coding);
+        }
+        o->slots[t->coding[b->coding].size_class]--;
+        o->slots[t->coding[coding].size_class] += !gone;
+        has[t->coding[coding].size_class]++;
+        list->left -= gone;
+    }
+    tkvi_add_going(kv, go.here, has, o);
+}
+
+/* What there would be. */
+static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
+    tkvi_outlook o = tkvi_now(kv);
+    int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
+    int seq, layer, c, n = 0;
+    o.on_paper = 1;
+    memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+            if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+                tkvi_add_floor(kv, seq, layer, level, resort, &o);
+            else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+    for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
+    o.more = tkvi_max(0, n - 1);
+    return o;
+}
+
+/* Would what is asked for fit, going so far at the last level? */
+static int tkvi_resort_fits(tkv_cache *kv, int resort, int share, size_t budget, size_t *bytes) {
+    tkvi_outlook o;
+    size_t then;
+    kv->resort = resort;
+    kv->share = share;
+    o = tkvi_at_level(kv, kv->policy.cfg.max_level, resort);
+    then = tkvi_bytes_with(kv, &o, NULL);
+    *bytes = then < *bytes ? then : *bytes;
+    return then <= budget;
+}
+
+/* By which of these ways to the floor it fits, with such a share. */
+static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
+    static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
+    const int n = (int)(sizeof ways / sizeof *ways);
+    int i, fits = 0;
+    for (i = 0; i < 2 * n && !fits; i++) {
+        /* anchors that are made before it happens are not known */
+        if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
+        fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
+                                share, budget, bytes);
+    }
+    return fits;
+}
+
+/* Would it fit, as it is or at a level that the policy allows? More kinds of blocks have more pages that are not full,
+ * so that it need not be the last; there the other resorts follow, in their order. kv->resort is how far it must go;
+ * *bytes: the least that it takes. */
+static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int level, share;
+    kv->resort = 0;
+    *bytes = tkvi_bytes_now(kv);
+    for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
+        const tkvi_outlook o = tkvi_at_level(kv, level, 0);
+        const size_t then = tkvi_bytes_with(kv, &o, NULL);
+        *bytes = then < *bytes ? then : *bytes;
+    }
+    if (*bytes <= budget) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if (!cfg->evict.kind) return 0;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
+    for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
+    return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
+}
+
+static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+    kv->store_failed = 0;
+    return tkvi_still_fits(kv, budget, bytes);
+}
+
+/* >>work */
+/* The oldest block that there is a slot for gets as tight as the level wants it. Returns the bytes won; 0: nothing
+ * is to be done at this level. `within`, if not 0: not where the first block of its size would open a page for which
+ * there is no room beside what is needed. Others would close pages in turn, but there may be no others. early: as in
+ * tkvi_next_stale. */
+static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
+    tkvi_stale s;
+    size_t had;
+    const int spare = kv->pool.spare;
+    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
+    if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
+        const tkvi_outlook then = tkvi_now(kv);
+        then.slots[tkvi_coding_at(kv, &s)->size_class]--;
+        then.slots[kv->tables.coding[s.coding].size_class]++;
+        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
+            return 0;
+    }
+    had = tkvi_coding_at(kv, &s)->bytes.total;
+    if (kv->tables.plan[s.layer].now.shared[s.due] && kv->tables.current[s.layer] < 0) {
+        int8_t before; /* a table of what there is: it must get tighter now */
+        if (!tkvi_learn_begin(kv, s.layer, 1, &before) || kv->tables.current[s.layer] < 0) return 0;
+        tkvi_learn_end(kv, s.layer, before, 1);
+        s.coding = tkvi_coding_of(&kv->tables, s.layer, s.due);
+    }
+    kv->pool.spare = 0;
+    tkvi_demote(kv, s.seq, s.layer, s.i, s.coding, NULL);
+    kv->pool.spare = spare;
+    tkvi_in_place(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
+    kv->recoded[kv->tables.level]++;
+    return had - kv->tables.coding[s.coding].bytes.total;
+}
+
+/* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
+ * of a sequence open at the same token. At level 0 nothing is to be done. */
+static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
+    const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
+    size_t soft;
+    if (level == 0) return (size_t)-1;
+    soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
+               : budget;
+    return budget > lump && budget - lump < soft ? budget - lump : soft;
+}
+
+/* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
+static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
+    const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
+    return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
+}
+
+/* The oldest block that the level wants tighter, if it is time for it: bytes press, or this is cfg.policy.min_level,
+ * at which nothing stays looser however much memory is free. Only pressure makes a table of few tokens: else blocks
+ * wait for theirs. Returns the bytes won. */
+static size_t tkvi_tighten_due(tkv_cache *kv, int pressed) {
+    const int level = kv->tables.level;
+    if (!pressed && (level == 0 || level != kv->policy.cfg.min_level)) return 0;
+    return tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, pressed);
+}
+
+/* Would all that is held fit at the level before, with the threshold less the hysteresis to spare, and far enough from
+ * where the next blocks would bring this level back? */
+static int tkvi_may_relax(tkv_cache *kv) {
+    const int level = kv->tables.level;
+    const tkv_policy_config *p = &kv->policy.cfg;
+    const double budget = (double)kv->tables.cfg.budget_bytes;
+    tkvi_outlook looser;
+    double bytes;
+    if (tkvi_in_use(kv) >= kv->relax_at) return 0;
+    looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
+    bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
+    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) && bytes + 3.0 * (double)kv->lump < budget)
+        return 1;
+    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
+    return 0;
+}
+
+/* Does a layer still have to learn a table that some level wants? */
+static int tkvi_lacks_tables(const tkv_cache *kv) {
+    int i, lacks = 0;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++)
+        lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                 kv->tables.current[i] < 0;
+    return lacks;
+}
+
+/* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
+static void tkvi_learn_early(tkv_cache *kv) {
+    int i;
+    if (!tkvi_lazy(kv) || !tkvi_lacks_tables(kv) || tkvi_any_step(kv)) return;
+    if (tkvi_in_use(kv) + 2 * kv->lump < tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1)) return;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        const tkvi_plan *p = &kv->tables.plan[i];
+        int8_t had;
+        if (p->stored != i || !tkvi_plan_learns(p) || kv->tables.current[i] >= 0) continue;
+        if (tkvi_learn_begin(kv, i, 1, &had)) tkvi_learn_end(kv, i, had, 1);
+    }
+}
+
+/* With each append: the average moves, the level may; and while more is held than the level allows, blocks get
+ * tighter, as many as the new bytes require and half of that, so that the work is spread over the tokens. */
+static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
+    const tkv_policy_config *p = &kv->policy.cfg;
+    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget_bytes);
+    float outside;
+    int level = kv->tables.level, target;
+    tkvi_stale s;
+    tkvi_lock(&kv->policy.lock);
+    outside = kv->outside;
+    tkvi_unlock(&kv->policy.lock);
+    target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
+    if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
+    level = kv->tables.level;
+    kv->debt += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
+        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+        !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
+        tkvi_go_to_level(kv, ++level);
+    while (kv->debt > 0) {
+        const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
+                                                    (level > 0 && outside > tkvi_threshold(p, level - 1)));
+        kv->debt -= (int64_t)won;
+        if (won) continue;
+        kv->debt =
+            -(int64_t)(kv->lump / 64); /* to look for it takes a walk over all lists: not with each append */
+    }
+}
+
+/* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
+static int tkvi_evict_next(tkv_cache *kv, int *list) {
+    const int n = kv->tables.cfg.n_layers, all = (kv->resort & TKVI_EVICT_ALL) != 0;
+    int went = 0;
+    if (!kv->tables.cfg.evict.kind) return 0;
+    if (!(kv->resort & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
+        went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
+    return went;
+}
+
+/* Before the first token goes: a store that failed is counted on no more. */
+static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
+    size_t bytes;
+    return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
+}
+
+/* Room for what is asked for; tkvi_fits_somewhere must have said yes. */
+static int tkvi_make_room(tkv_cache *kv, size_t budget) {
+    int list = 0, evicts = 0;
+    for (;;) {
+        const tkvi_outlook now = tkvi_now(kv);
+        size_t index;
+        if (tkvi_bytes_with(kv, &now, &index) <= budget) {
+            if (kv->heap.held > budget || index > budget - kv->heap.held)
+                tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
+            return 1;
+        }
+        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+            tkvi_evict_next(kv, &list))
+            continue;
+        if (tkvi_tighten_one(kv, 0, 1)) continue;
+        if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
+        else if (!tkvi_evict_next(kv, &list)) return 0;
+    }
+}
+
+/* >>public */
+TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
+    int i;
+    if (!kv || !out) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->budget = kv->tables.cfg.budget_bytes;
+    out->used = tkvi_in_use(kv);
+    out->peak = kv->heap.peak;
+    out->level = kv->tables.level;
+    out->n_levels = kv->tables.n_levels;
+    out->policy = kv->policy.now;
+    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
+    out->demoted = kv->demoted;
+    out->refused = kv->refused;
+    out->spilled = kv->spilled;
+    out->unstored = kv->unstored;
+    out->promoted = kv->promoted;
+    out->dropped = kv->vacated;
+    out->recomputed = kv->recomputed;
+    out->evicted = kv->evicted;
+    out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
+    const size_t had = kv ? kv->tables.cfg.budget_bytes : 0;
+    size_t takes;
+    if (!kv) return TKV_ERR_ARG;
+    if (!kv->tables.spare)
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
+    if (kv->pool.keep_all && bytes == 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
+    if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
+    if (bytes == 0 && !had) return tkvi_ok(kv); /* what was reserved since it ended stays */
+    if (bytes == 0) {
+        kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
+        tkvi_end_promises(kv);
+        kv->pool.spare = 0;
+        kv->pool.cushion = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_ok(kv);
+    }
+    tkvi_ask_nothing(kv);
+    kv->clock++;
+    if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
+        tkvi_peak paper = tkvi_paper(kv);
+        kv->pool.spare = kv->tables.spare;
+        if (!tkvi_peak_ready(&kv->pool, &paper)) {
+            kv->pool.spare = 0;
+            return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
+        }
+    }
+    if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
+        if (!had) kv->pool.spare = 0;
+        tkvi_trim(&kv->pool);
+        return tkvi_over_budget(kv, takes);
+    }
+    kv->tables.cfg.budget_bytes = bytes;
+    if (!tkvi_make_room(kv, bytes)) {
+        kv->tables.cfg.budget_bytes = had;
+        if (!had) kv->pool.spare = 0;
+        return tkvi_over_budget(kv, takes);
+    }
+    if (!had) tkvi_end_promises(kv); /* they were for ages */
+    tkvi_trim(&kv->pool);
+    if (kv->pool.keep_all) /* the rest of what is held does not change */
+        kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
+    else kv->heap.limit = bytes;
+    kv->pool.cushion = tkvi_cushion(kv);
+    kv->relax_at = (size_t)-1;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
+    if (!kv) return TKV_ERR_ARG;
+    if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
+    tkvi_go_to_level(kv, level);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
+    size_t i, n;
+    if (!kv) return TKV_ERR_ARG;
+    if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
+        return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
+    if (kv->pool.keep_all && !tkvi_lazy(kv))
+        return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
+    n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
+    for (i = 0; i < n; i++)
+        if (kv->tables.rule[i].hot != TKVI_FOREVER) kv->tables.rule[i].hot = hot_tokens;
+    tkvi_take_plans(kv, kv->tables.level);
+    kv->moved = 1;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
+    int n = 0;
+    if (!kv) return TKV_ERR_ARG;
+    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
+    tkvi_ask_nothing(kv);
+    while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_observe(tkv_cache *kv, float pressure) {
+    if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
+    tkvi_lock(&kv->policy.lock);
+    kv->outside = tkvi_clampf(pressure, 0.0f, 1.0f);
+    tkvi_unlock(&kv->policy.lock);
+    return TKV_OK;
+}
+
+#endif /* TKVI_RECLAIM_BUDGET_H */

@@ -1,0 +1,484 @@
+/*
+ * reclaim/evict_tokens.h - tokens leave a cache. What is known of a layer's tokens is gathered, a policy chooses
+ * (rules/evict.h), and blocks give up what they can: a mask says who is gone, and neighbours whose rest fits into one
+ * block become one.
+ *
+ *     blocks     [a b c d] [e f g h] [i j k l]        the policy drops b c e f g j
+ *     gone        . x x .   x x x .   . x . .
+ *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
+ *
+ * Positions stay what they were: a packed block lists them (tkvi_notes.where). A block of which nothing is left goes,
+ * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
+ * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
+ */
+#ifndef TKVI_RECLAIM_EVICT_TOKENS_H
+#define TKVI_RECLAIM_EVICT_TOKENS_H
+
+#include "reclaim/age.h"
+
+/* >>what there is */
+static int tkvi_bits_in(uint64_t x) {
+    int n = 0;
+    for (; x; x &= x - 1) n++;
+    return n;
+}
+
+static uint64_t tkvi_there_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+}
+
+/* Tokens of a list that are not gone. */
+static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, n = 0;
+    for (i = 0; i < list->n; i++)
+        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_there_in(kv, list, ids, i))
+                                         : tkvi_block_tokens(kv, list, ids, i);
+    return n;
+}
+
+/* Where a walk over tokens from a position on begins: anchors may have any. */
+static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    return kv->tables.cfg.n_anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+}
+
+/* Tokens of a block that are pinned, by now. */
+static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+    const tkvi_notes *notes = &kv->pool.notes[id];
+    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+}
+
+/* Tokens that a policy may choose from: anchors are not among them. */
+static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
+                               int i) {
+    const uint64_t there = tkvi_there_in(kv, list, ids, i);
+    return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
+}
+
+/* Tokens of positions start .. start + n - 1 that are not gone. */
+static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
+    int i, t, found = 0;
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        if (tkvi_block_start(kv, ids, i) >= start + n) break;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1) {
+                const int at = tkvi_at(kv, ids[i], t);
+                found += at >= start && at < start + n;
+            }
+    }
+    return found;
+}
+
+/* >>blocks that give up places */
+/* The meter has no copy of this block any more. */
+static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, a;
+    if (!kv->meter || kv->meter->seq != seq) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_gauge *g = &kv->meter->gauge[i];
+        for (a = 0; a < g->n && g->layer == layer; a++)
+            if (g->start[a] == start) tkvi_gauge_drop(g, a);
+    }
+}
+
+/* Block i leaves its list. */
+static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int coded = i - list->sinks;
+    tkvi_forget_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+    tkvi_release_block(&kv->pool, ids[i]);
+    if (coded < 0) list->sinks--;
+    else if (coded < list->archive) list->archive--;
+    else if (coded < list->archive + list->warm) list->warm--;
+    if (coded >= 0 && coded < list->tight) list->tight--;
+    if (coded >= 0 && coded < list->tightest) list->tightest--;
+    if (coded >= 0 && coded < list->out) list->out--;
+    list->n--;
+    memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
+}
+
+/* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
+static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
+    if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
+    tkvi_unlist(kv, seq, layer, i);
+    return 1;
+}
+
+/* So many tokens of the next block may join those of block i: all of them; or, where nothing is lost by it or bytes
+ * are very short (press), as many as there is room for. Both are of one tier, and not the last. */
+static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
+                         int press) {
+    const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const int key = kv->tables.coding[a->coding].key;
+    int room, n;
+    if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
+    if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
+    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
+    if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
+    room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
+    n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
+    if (n <= room) return n;
+    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (press) return room;
+    if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
+    return room >= TKVI_BLOCK / 4 ? room : 0;
+}
+
+/* The first n of these bits. */
+static uint64_t tkvi_first_bits(uint64_t bits, int n) {
+    uint64_t rest = bits;
+    while (n-- > 0) rest &= rest - 1;
+    return bits & ~rest;
+}
+
+/* Block i begins at its first token that is there. */
+static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    int t, by = 0;
+    tkvi_list_positions(kv, list, ids, i);
+    for (t = b->packed; t-- > 0;)
+        if (!(b->gone >> t & 1)) by = notes->where[t];
+    for (t = 0; t < b->packed; t++)
+        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+    b->start += by;
+}
+
+/* Block i takes in the first `count` of what is left of the next one. */
+static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_helpers *help = kv->kernels->helpers;
+    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
+    const uint64_t there = tkvi_first_bits(left, count);
+    const size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
+    float *k = kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
+    uint8_t *to = tkvi_block_bytes(&kv->pool, a);
+    const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
+    int h;
+    for (h = 0; h < cfg->n_kv_heads; h++) {
+        const tkvi_record *r = &kv->tables.coding[a->coding].record[h];
+        const tkvi_record *s = &kv->tables.coding[b->coding].record[h];
+        int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
+        (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
+        (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
+        n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
+        tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
+    }
+    tkvi_mass_meet(kv, ids[i], ids[i + 1]);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->gone = kv->pool.notes[ids[i]].anchored;
+    tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_copy(&kv->pool, ids[i]);
+    kv->merged++;
+    if (there == left) {
+        tkvi_unlist(kv, seq, layer, i + 1);
+        return;
+    }
+    b->gone |= there;
+    tkvi_forget_copy(&kv->pool, ids[i + 1]);
+    tkvi_begin_later(kv, list, ids, i + 1);
+}
+
+/* After tokens have gone: what is empty goes, neighbours join. */
+static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, n;
+    for (i = 0; i + 1 < list->n; i++)
+        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
+            tkvi_drop_block(kv, seq, layer, i))
+            i--;
+    for (i = list->sinks; i + 1 < list->n; i++)
+        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
+            tkvi_join_blocks(kv, seq, layer, i, n);
+}
+
+/* >>the choice. Arrays over the tokens that are there, oldest first. */
+typedef struct tkvi_choice {
+    uint64_t *pinned, *victims;
+    int *position;
+    float *value, *score;
+    signed char *priority;
+    int n;
+} tkvi_choice;
+
+static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
+    const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
+    tkvi_choice c;
+    c.pinned = (uint64_t *)(void *)kv->choice;
+    c.victims = c.pinned + blocks;
+    c.position = (int *)(void *)(c.victims + blocks);
+    c.value = (float *)(void *)(c.position + tokens);
+    c.score = c.value + tokens;
+    c.priority = (signed char *)(void *)(c.score + tokens);
+    c.n = 0;
+    return c;
+}
+
+/* Keys of the tokens of a block; zeros if it is outside and cannot be had: then nothing is known of them. */
+static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+    const size_t dim = (size_t)kv->tables.cfg.head_dim;
+    const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
+    const uint8_t *bytes;
+    tkvi_room room;
+    room.key = TKVI_NIL;
+    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
+        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
+    else (void)tkvi_values_of(&r->k, kv->kernels->helpers, bytes, there, out, dim);
+}
+
+/* Norms of keys, mean of the KV heads: the tokens of block i, into out. */
+static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, t, n = tkvi_bits_in(there);
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        tkvi_keys_of(kv, id, h, there, kv->recode);
+        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
+    }
+}
+
+/* KeyDiff of a layer's keys where they lie, as tkvi_score_differing does. */
+static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int heads = kv->tables.cfg.n_kv_heads, dim = kv->tables.cfg.head_dim;
+    int h, i, t, pass, count, at;
+    memset(out, 0, (size_t)n * sizeof *out);
+    for (h = 0; h < heads; h++) {
+        double anchor[TKV_MAX_HEAD_DIM], length = 0.0;
+        memset(anchor, 0, sizeof anchor);
+        for (pass = 0; pass < 2; pass++) {
+            for (i = 0, at = 0; i < list->n; i++, at += count) {
+                const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+                count = tkvi_bits_in(there);
+                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
+                for (t = 0; t < count; t++)
+                    if (pass)
+                        out[at + t] -=
+                            tkvi_likeness(kv->recode + t * dim, anchor, length, dim) / (float)heads;
+                    else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
+            }
+            length = tkvi_anchor_length(anchor, dim);
+        }
+    }
+}
+
+/* What stays although a policy would let it go, where tokens are dropped to win bytes. */
+typedef struct tkvi_spared {
+    int outside; /* tokens outside RAM: they take none but of the index */
+    /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
+    const tkvi_rule *rule;
+    int vacant;
+} tkvi_spared;
+
+/* Is block i outside, or would be? */
+static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (!s || !s->rule || i < list->sinks) return 0;
+    return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
+           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
+}
+
+/* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
+static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
+                                const tkvi_spared *spared, tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_view v;
+    int i, t, newest = tkvi_mass_newest(kv, list, ids);
+    *c = tkvi_choice_of(kv);
+    memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
+        float mass[TKVI_BLOCK];
+        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
+        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
+        if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
+            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            int at;
+            if (!(there >> t & 1)) continue;
+            at = tkvi_at(kv, ids[i], t);
+            c->position[c->n] = at;
+            if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
+                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
+            if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
+            c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
+            if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
+                tkvi_mark(c->pinned, c->n);
+            c->n++;
+        }
+        if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
+            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
+    }
+    memset(&v, 0, sizeof v);
+    v.n = c->n;
+    v.position = c->position;
+    v.pinned = c->pinned;
+    v.priority = c->priority;
+    v.mass = v.observed = v.last = v.norms = v.lows = v.scores = c->value;
+    return v;
+}
+
+/* So many tokens of a layer may stay, of `keep` on average: some policies' layers have budgets of their own. */
+static int tkvi_keep_of(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
+    int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
+    tkv_evict_budget b;
+    if (tkvi_evict_row_of(cfg->kind)->shape == TKV_EVICT_UNIFORM) return keep;
+    for (i = 0; i < kv->tables.cfg.n_layers; i++) {
+        if (i == layer) mine = n;
+        n += kv->tables.plan[i].stored == i;
+    }
+    memset(&b, 0, sizeof b);
+    b.shape = tkvi_evict_row_of(cfg->kind)->shape;
+    b.n_layers = n;
+    b.total = (int64_t)n * keep;
+    b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
+    b.window = cfg->recent_tokens;
+    return tkv_evict_budgets(&b, budget) ? keep : budget[mine];
+}
+
+/* The tokens at these places of a view shall go. */
+static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, at = 0;
+    for (i = 0; i < list->n; i++) {
+        const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        *chosen = 0;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
+    }
+}
+
+/* They go. Nothing can fail. */
+static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int *position = tkvi_choice_of(kv).position;
+    int i, t, gone = 0;
+    for (i = 0; i < list->n; i++) {
+        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        for (t = 0; t < TKVI_BLOCK; t++)
+            if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
+        kv->pool.block[ids[i]].gone |= *chosen;
+        *chosen = 0;
+    }
+    kv->evicted += (uint64_t)gone;
+    tkvi_close_ranks(kv, seq, layer, press);
+    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
+}
+
+/* Who goes so that at most `keep` tokens of a layer stay. */
+static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                              const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                              tkvi_choice *c) {
+    const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
+    const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
+    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
+    tkv_evict_config by = *cfg;
+    tkv_status st;
+    if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
+    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
+    if (needs & TKV_EVICT_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
+    else if ((st = tkv_evict_score(&by, &v, c->score)) != TKV_OK) return st;
+    return tkv_evict_select(cfg, &v, c->score, keep, c->victims, NULL);
+}
+
+/* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
+static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                               tkvi_choice *c) {
+    tkv_evict_config oldest = kv->tables.cfg.evict;
+    if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
+    oldest.kind = TKV_EVICT_SLIDING;
+    (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
+}
+
+static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                              int press) {
+    tkvi_choice c;
+    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_note_victims(kv, seq, layer, &c);
+    tkvi_let_go(kv, seq, layer, press);
+}
+
+/* Before n more tokens come: does the layer have more than it may keep? */
+static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    tkv_evict_config full;
+    int count, due, keep, least;
+    if (!cfg->evict.kind || !cfg->evict_tokens || kv->tables.plan[layer].stored != layer) return;
+    count = tkvi_count(kv, seq, layer);
+    keep = tkvi_keep_of(kv, seq, layer, &cfg->evict, cfg->evict_tokens);
+    due = tkv_evict_due(&cfg->evict, count, n, keep);
+    (void)tkvi_evict_fill(&cfg->evict, &full);
+    least =
+        tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
+    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
+}
+
+/* >>under a budget that no level holds: the next resort */
+/* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
+static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
+}
+
+/* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
+static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_evict_config cfg;
+    int64_t n;
+    int i;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
+        TKVI_BLOCK; /* half of them: rules/evict.h */
+    n += kv->tables.cfg.n_anchors;
+    for (i = 0; i < list->n; i++)
+        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
+                              ? tkvi_there_in(kv, list, ids, i)
+                              : tkvi_held_in(kv, list, ids, i));
+    return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
+}
+
+/* A batch of tokens goes from the list that has most to give. 0: none has. */
+static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.outside = !outside_too;
+    for (seq = 0; seq < cfg->max_seqs && cfg->evict.kind; seq++)
+        for (layer = 0; layer < cfg->n_layers && !kv->seq[seq].in_step; layer++) {
+            const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
+            const int spare = n ? n - tkvi_stay_of(kv, seq, layer, &spared) : 0;
+            if (spare <= most) continue;
+            most = spare;
+            of_seq = seq;
+            of_layer = layer;
+            count = n;
+        }
+    if (most > 0)
+        tkvi_evict_surely(kv, of_seq, of_layer,
+                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
+    return most > 0;
+}
+
+#endif /* TKVI_RECLAIM_EVICT_TOKENS_H */

@@ -1,0 +1,99 @@
+/*
+ * report/create.h - a cache from a text: parsed, checked and created in one call. What is wrong with the text is said
+ * with its line, also where single values are right and the config they make is not. May call text, cache and below.
+ */
+#ifndef TKVI_REPORT_CREATE_H
+#define TKVI_REPORT_CREATE_H
+
+#ifndef TKV_NO_REPORTS
+
+#include "cache/cache.h"
+#include "report/text.h"
+
+/* Layers that the text wants room for: n_layers, 0 if it names none of them. A bad text is found by the parser. */
+static TKVI_NOINLINE int tkvi_text_layers(const tkv_config *host, const char *text, size_t size) {
+    tkvi_parser r;
+    tkv_config full = *host;
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, NULL, 0);
+    (void)tkvi_parse_all(&r, TKVI_CHECK);
+    return r.highest[TKVI_OF_LAYERS] ? tkvi_max(0, full.n_layers) : 0;
+}
+
+/* The line of the field that a sentence begins with; 0: the text does not have it. */
+static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const char *sentence) {
+    tkvi_parser r;
+    tkv_config any;
+    const tkvi_row *row;
+    int group, index, last, other, from, to;
+    memset(&any, 0, sizeof any);
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
+    r.key.at = sentence;
+    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
+    row = tkvi_find_row(&r, &group, &index, &last);
+    if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* one side of a pair */
+        r.key.n -= 2;
+        row = tkvi_find_row(&r, &group, &index, &last);
+    }
+    tkvi_rewind(&r);
+    while (row && tkvi_next(&r) > 0)
+        if (tkvi_find_row(&r, &other, &from, &to) == row && other == group && from <= index && index <= to)
+            return r.key_line;
+    return 0;
+}
+
+static tkv_status tkvi_say_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
+                                   char *reason, size_t reason_size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
+    const int line = st ? tkvi_text_line(text, size, sentence) : 0;
+    if (line) {
+        tkvi_say(&t, "line ");
+        tkvi_say_int(&t, line);
+        tkvi_say(&t, ": ");
+    }
+    tkvi_say(&t, sentence);
+    return st;
+}
+
+TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv_config *host,
+                                        tkv_cache **out, char *reason, size_t reason_size) {
+    char sentence[200];
+    tkv_level ladder[TKV_MAX_LEVELS];
+    float frequencies[TKV_MAX_HEAD_DIM / 2];
+    tkv_config_room room;
+    tkv_config cfg = host ? *host : tkv_config_default();
+    tkvi_heap heap;
+    size_t bytes;
+    tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
+    if (!text || !out)
+        return tkvi_say_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing", reason,
+                                reason_size);
+    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (st) return st;
+    memset(&room, 0, sizeof room);
+    room.ladder = ladder;
+    room.n_levels = TKV_MAX_LEVELS;
+    room.frequencies = frequencies;
+    room.n_frequencies = TKV_MAX_HEAD_DIM / 2;
+    room.n_layers = tkvi_text_layers(&cfg, text, size);
+    if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
+        cfg.n_layers = room.n_layers;
+        st = tkv_config_validate(&cfg, sentence, sizeof sentence);
+        return tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    bytes = (size_t)room.n_layers * sizeof *room.layers;
+    if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
+    if (bytes && !room.layers)
+        return tkvi_say_line_of(TKV_ERR_NOMEM, "", 0,
+                                "the allocator gave no memory for the layers of the text", reason,
+                                reason_size);
+    st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
+    if (!st) {
+        st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
+        (void)tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+    }
+    tkvi_put(&heap, room.layers, bytes);
+    return st;
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_REPORT_CREATE_H */

@@ -1,0 +1,759 @@
+/*
+ * report/info.h - what the cache says of itself: bytes, tokens per tier, an estimate before anything exists, and
+ * a walk over all invariants. May call everything above; changes nothing.
+ */
+#ifndef TKVI_REPORT_INFO_H
+#define TKVI_REPORT_INFO_H
+
+#include "attention/reference.h"
+#include "step/sequence.h"
+#include "step/promote.h"
+
+TKV_API int tkv_version(void) { return TKV_VERSION; }
+
+TKV_API const char *tkv_status_text(tkv_status s) {
+#define TKVI_STATUS_CASE_(name, value, text)                                                                 \
+    if (s == name) return text;
+    TKV_STATUS_LIST(TKVI_STATUS_CASE_)
+#undef TKVI_STATUS_CASE_
+    return "unknown status";
+}
+
+TKV_API const char *tkv_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+
+TKV_API tkv_isa tkv_isa_of(const tkv_cache *kv) { return kv ? kv->kernels->isa : TKV_ISA_AUTO; }
+
+/* >>tokens */
+TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_tier_info *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    for (i = 0; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (tkvi_absent(&kv->pool.block[ids[i]])) {
+            out->missing += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            continue;
+        }
+        out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        out->blocks[tier]++;
+        out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
+    }
+    out->dropped = list->dropped;
+    out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, slot;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
+    i = tkvi_find(kv, list, ids, token, &slot);
+    if (i < 0) return TKV_ERR_RANGE;
+    if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
+    *out = tkvi_tier_at(list, i);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, tkv_pair *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0 || (unsigned)tier >= TKV_TIER_COUNT) return TKV_ERR_ARG;
+    *out = kv->tables.coding[kv->tables.plan[layer].now.coding[tier]].pair;
+    return TKV_OK;
+}
+
+/* >>quality */
+/* Sums of all gauges, or of those of one layer. */
+static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    tkvi_meter *m = kv->meter;
+    tkvi_tally sum;
+    double n;
+    int i;
+    memset(out, 0, sizeof *out);
+    out->seq = TKV_NONE;
+    if (!m) return;
+    memset(&sum, 0, sizeof sum);
+    tkvi_lock(&m->lock);
+    for (i = 0; i < m->n; i++)
+        if (layer < 0 || m->gauge[i].layer == layer) {
+            tkvi_tally_add(&sum, &m->gauge[i].sum);
+            out->heads++;
+        }
+    tkvi_unlock(&m->lock);
+    out->every = m->every;
+    out->seq = m->seq;
+    out->samples = sum.samples;
+    if (!sum.samples) return;
+    n = (double)sum.samples;
+    out->coverage = sum.keys ? (double)sum.kept / (double)sum.keys : 1.0;
+    out->output_error = (double)sum.error / TKVI_METER_ONE / n;
+    out->kl = (double)sum.divergence / TKVI_METER_ONE / n;
+    out->kl_max = (double)sum.worst / TKVI_METER_ONE;
+    out->top1 = (double)sum.agreed / n;
+}
+
+TKV_API tkv_status tkv_quality(const tkv_cache *kv, tkv_quality_info *out) {
+    if (!kv || !out) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, -1, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_of(const tkv_cache *kv, int layer, tkv_quality_info *out) {
+    layer = tkvi_stored_layer(kv, 0, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    tkvi_quality_sum(kv, layer, out);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
+    int i;
+    if (!kv) return TKV_ERR_ARG;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        memset(&kv->meter->gauge[i].sum, 0, sizeof kv->meter->gauge[i].sum);
+    return tkvi_ok(kv);
+}
+
+/* >>bytes */
+/* One block's bytes; codes and metadata are what the formats use of them, the rest is padding. */
+static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
+                           int spilled) {
+    tkv_tier_bytes *at = spilled ? &m->spilled : &m->tier[tier];
+    m->tier[tier].tokens += tokens;
+    if (spilled) m->spilled.tokens += tokens;
+    at->codes += bytes->codes;
+    at->metadata += bytes->metadata;
+}
+
+/* Slack is what remains of pages; fp16_bytes and ratio follow from the tokens. */
+static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
+    int tier;
+    size_t used = 0, tokens = 0;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        used += m->tier[tier].codes + m->tier[tier].metadata;
+        tokens += m->tier[tier].tokens;
+    }
+    m->slack += page_bytes - used;
+    m->fp16_bytes = tokens * (size_t)cfg->n_kv_heads * (size_t)(cfg->head_dim + cfg->v_head_dim) * 2u;
+    m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
+    m->ratio_f32 = 2.0 * m->ratio;
+}
+
+/* A block counts once, where its first holder has it (a mark would be a write; holders are few). */
+static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
+    int s, i;
+    if (kv->pool.block[id].refs == 1) return 1;
+    for (s = 0; s < seq; s++) {
+        const tkvi_list *list = tkvi_list_of(kv, s, layer);
+        const uint32_t *ids = tkvi_ids(kv, s, layer);
+        for (i = 0; i < list->n; i++)
+            if (ids[i] == id) return 0;
+    }
+    return 1;
+}
+
+/* Adds the blocks of one layer of one sequence. `once`: a shared block counts with its first holder only. */
+static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (!tkvi_absent(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
+            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
+                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
+    }
+}
+
+TKV_API tkv_status tkv_memory(const tkv_cache *kv, tkv_memory_info *out) {
+    const tkv_config *cfg;
+    int seq, layer;
+    if (!kv || !out) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    memset(out, 0, sizeof *out);
+    for (seq = 0; seq < cfg->max_seqs; seq++)
+        for (layer = 0; layer < cfg->n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
+    out->total = kv->heap.held;
+    out->peak = kv->heap.peak;
+    out->tables = kv->table_bytes + tkvi_learning_held(kv);
+    out->scratch = kv->scratch_bytes;
+    out->shadow = kv->shadow_bytes;
+    out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
+                 out->scratch - out->shadow;
+    tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    size_t bytes = 0;
+    int i;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (!out || layer < 0) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    for (i = 0; i < list->n; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[i]]))
+            bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
+    tkvi_add_list(kv, seq, layer, 0, out);
+    out->total = out->peak = bytes;
+    tkvi_sum_up(out, &kv->tables.cfg, bytes);
+    return TKV_OK;
+}
+
+/* >>estimate: the same sums over the plan instead of over blocks */
+typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens that came one by one */
+    int64_t blocks[TKV_TIER_COUNT], tokens[TKV_TIER_COUNT]; /* the sinks' block and tokens are apart */
+    int sink_tokens;
+} tkvi_layer_sum;
+
+/* Whole blocks that end at or before `end`, of `whole` that follow the sinks. */
+static int64_t tkvi_ended(int64_t whole, int64_t end) {
+    int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
+    return n < whole ? n : whole;
+}
+
+/* `waiting`: there is no table yet. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
+    tkvi_layer_sum s;
+    int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
+    int64_t due = (int64_t)n - 1 - p->sink; /* the length that the last append's ageing saw, sinks apart */
+    int64_t gone, archived, coded, margin = (int64_t)p->keep + tkvi_drop_margin(p);
+    int tier;
+    memset(&s, 0, sizeof s);
+    gone = p->keep ? tkvi_ended(whole, due - margin) : 0;
+    archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
+    coded = tkvi_ended(whole, due - p->now.hot);
+    archived = archived > gone ? archived : gone;
+    coded = coded > archived ? coded : archived;
+    if (waiting && p->now.shared[TKV_ARCHIVE]) archived = gone;
+    if (waiting && p->now.shared[TKV_WARM]) coded = archived;
+    s.blocks[TKV_ARCHIVE] = archived - gone;
+    s.blocks[TKV_WARM] = coded - archived;
+    s.blocks[TKV_HOT] = whole - coded;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
+    s.tokens[TKV_HOT] += rest;
+    s.blocks[TKV_HOT] += rest > 0;
+    s.sink_tokens = p->keep && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
+    return s;
+}
+
+/* Blocks of one list that are not in RAM, at most: as reclaim/offload.h and reclaim/discard.h let them go. */
+typedef struct tkvi_away {
+    int64_t blocks;
+    int missing; /* nobody has them, and their tokens are in no tier */
+} tkvi_away;
+
+/* The oldest of a list go, what is of the hot tail and the last two blocks not. */
+static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                           int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
+    static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
+    const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
+    /* as it is when the last of them begins, which needs most room */
+    const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.hot_tokens, go, i;
+    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
+    go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
+    if (go > away->blocks) go = away->blocks;
+    for (i = 0; i < TKV_TIER_COUNT && go > 0; i++) {
+        const tkv_tier t = order[i];
+        const int64_t k = go < s->blocks[t] ? go : s->blocks[t];
+        const tkvi_bytes *bytes = &h->bytes[p->now.key[t]];
+        go -= k;
+        s->blocks[t] -= k;
+        if (away->missing) {
+            s->tokens[t] -= k * TKVI_BLOCK;
+            continue;
+        }
+        m->spilled.tokens += (size_t)(k * n_seqs) * TKVI_BLOCK;
+        m->spilled.codes += (size_t)(k * n_seqs) * bytes->codes;
+        m->spilled.metadata += (size_t)(k * n_seqs) * bytes->metadata;
+    }
+}
+
+static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
+                            int64_t tokens, int64_t *live) {
+    m->tier[tier].tokens += (size_t)tokens;
+    m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
+    m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
+    live[h->class_of[key]] += blocks;
+}
+
+/* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
+static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+                              int64_t n_seqs, int waiting, const tkvi_away *away, int64_t *live) {
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
+    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
+    int tier;
+    if (away->blocks) tkvi_send_away(m, h, p, n_tokens, n_seqs, away, &s);
+    if (s.sink_tokens) tkvi_add_blocks(m, h, p->sink_coding, TKV_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+        tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
+                        s.tokens[tier] * n_seqs, live);
+    return here;
+}
+
+/* Entries that an array had before it grew to have room for so many. */
+static size_t tkvi_cap_before(int64_t want) {
+    const uint32_t cap = tkvi_cap_for(want);
+    uint32_t had = 16;
+    while (had + had / 4 < cap) had += had / 4;
+    return had < cap ? had : 0;
+}
+
+/* How far a cache has gone beyond its levels. */
+typedef struct tkvi_stretch {
+    int64_t outside, missing; /* blocks of each list; of each list but one sequence's */
+} tkvi_stretch;
+
+/* The bytes with every layer's plan as this level has it. */
+static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch *stretch, int n_tokens,
+                                   int n_seqs, tkv_memory_info *out) {
+    tkvi_rule rule[TKV_MAX_LEVELS];
+    tkvi_sizes fixed;
+    int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
+    tkv_memory_info m;
+    size_t page_bytes;
+    tkvi_away outside, missing;
+    int i, c;
+    const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
+    const size_t list = sizeof(uint32_t) * (size_t)h->cfg.n_layers * (size_t)n_seqs;
+    outside.blocks = stretch->outside;
+    missing.blocks = stretch->missing;
+    outside.missing = 0;
+    missing.missing = 1;
+    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    memset(&m, 0, sizeof m);
+    memset(live, 0, sizeof live);
+    for (i = 0; i < h->cfg.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
+        tkvi_plan p;
+        int64_t waiting = 0, here;
+        (void)tkvi_plan_of(h, i, &p, rule);
+        p.now = rule[level];
+        if (p.stored != i) continue;
+        if (tkvi_plan_learns(
+                &p)) { /* sequences that end before there is a table; under a budget it is made early */
+            waiting = h->cfg.budget_bytes ? 0 : tkvi_min(n_seqs, TKVI_LEARN / n_tokens);
+            if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
+        }
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
+        all += here * (n_seqs - waiting);
+        most = here > most && waiting < n_seqs ? here : most;
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &missing, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
+        all += here * waiting;
+        most = here > most && waiting ? here : most;
+    }
+    for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
+    pages += h->spare;
+    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
+        page_bytes > (size_t)-1 / 4)
+        return TKV_ERR_CONFIG; /* more than this machine can address */
+    page_bytes -= h->page_bytes;
+    m.tables = tkvi_table_bytes(&fixed);
+    m.scratch = fixed.solve + fixed.recode + fixed.parts;
+    m.shadow = fixed.shadow;
+    m.index = fixed.total - m.tables - m.scratch - m.shadow;
+    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h->cfg);
+    if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
+    if (all) {
+        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+    }
+    m.total = m.index + m.tables + m.scratch + m.shadow + page_bytes;
+    m.peak = m.total;
+    if (h->cfg.budget_bytes &&
+        all) /* a table that grows is there twice for a moment: what it had before, too */
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+                  tkvi_cap_before(pages) * sizeof(tkvi_page) +
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+    tkvi_sum_up(&m, &h->cfg, page_bytes);
+    *out = m;
+    return TKV_OK;
+}
+
+/* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
+static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+    const size_t budget = h->cfg.budget_bytes;
+    const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
+    tkvi_stretch stretch;
+    int64_t low = 0, high;
+    tkv_status st;
+    int level;
+    memset(&stretch, 0, sizeof stretch);
+    for (level = h->cfg.policy.min_level;; level++) {
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || !budget || m->peak <= budget) return st;
+        if (level == h->cfg.policy.max_level) break;
+    }
+    if (h->cfg.spill.store) { /* as few as it takes */
+        for (high = most; low < high;) {
+            stretch.outside = low + (high - low) / 2;
+            st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+            if (!st && m->peak <= budget) high = stretch.outside;
+            else low = stretch.outside + 1;
+        }
+        stretch.outside = high;
+        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        if (st || m->peak <= budget) return st;
+    }
+    if (!h->cfg.remat) return TKV_ERR_BUDGET;
+    stretch.missing = most;
+    st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+    return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
+}
+
+/* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
+ * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
+static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
+    tkv_evict_config cfg;
+    int64_t n;
+    if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
+    (void)tkvi_evict_fill(&h->cfg.evict, &cfg);
+    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens + 4 * TKVI_BLOCK;
+    if (h->cfg.spill.store) n *= TKVI_BLOCK;
+    return n < n_tokens ? (int)n : n_tokens;
+}
+
+TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int least, keep;
+    if (st) return st;
+    if (!out || n_tokens < 0 || n_tokens > h.cfg.max_tokens || n_seqs < 0 || n_seqs > h.cfg.max_seqs)
+        return TKV_ERR_ARG;
+    keep = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(n_tokens, h.cfg.evict_tokens) : n_tokens;
+    st = tkvi_estimate_within(&h, keep, n_seqs, &m);
+    if (st == TKV_ERR_BUDGET && (least = tkvi_evicts_to(&h, keep)) < keep &&
+        (st = tkvi_estimate_within(&h, least, n_seqs, &m)) == TKV_OK) {
+        while (least < keep) { /* the most that it holds */
+            const int n = least + (keep - least + 1) / 2;
+            if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) least = n;
+            else keep = n - 1;
+        }
+        st = tkvi_estimate_within(&h, least, n_seqs, &m);
+    }
+    if (!st) *out = m;
+    return st;
+}
+
+TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
+    tkvi_shape h;
+    tkv_memory_info m;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
+    if (st) return st;
+    if (!n_tokens || !h.cfg.budget_bytes || n_seqs < 1 || n_seqs > h.cfg.max_seqs) return TKV_ERR_ARG;
+    high = h.cfg.max_tokens;
+    least = h.cfg.evict.kind && h.cfg.evict_tokens ? tkvi_min(high, h.cfg.evict_tokens) : high;
+    least = tkvi_evicts_to(&h, least);
+    if (least < high && tkvi_estimate_within(&h, least, n_seqs, &m) == TKV_OK) { /* what is too much goes */
+        *n_tokens = high;
+        return TKV_OK;
+    }
+    /* Where a window closes fewer bytes are held than before: the first blocks one by one, then by halves. */
+    for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
+        step = tkvi_min(TKVI_BLOCK, high - low);
+        if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
+        high = low + step - 1;
+        break;
+    }
+    while (low < high) {
+        const int n = low + (high - low + 1) / 2;
+        if (tkvi_estimate_within(&h, n, n_seqs, &m) == TKV_OK) low = n;
+        else high = n - 1;
+    }
+    *n_tokens = low;
+    return TKV_OK;
+}
+
+/* >>self-check */
+typedef struct tkvi_checker {
+    const tkv_cache *kv;
+    char *reason;
+    size_t size;
+} tkvi_checker;
+
+static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
+    tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
+    tkvi_say(&t, what);
+    tkvi_say(&t, " (");
+    tkvi_say_int(&t, where);
+    tkvi_say(&t, ")");
+    return TKV_ERR_BROKEN;
+}
+
+/* Numbers first: nothing below follows one that leads outside of its table. */
+static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
+        return tkvi_broken(k, "a list is longer than its room", layer);
+    for (i = 0; i < list->n; i++)
+        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
+            kv->pool.block[ids[i]].coding >= kv->tables.n_codings)
+            return tkvi_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
+    return TKV_OK;
+}
+
+/* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
+static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
+    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
+    for (i = 0; i < kv->tables.n_levels; i++)
+        for (t = 0; t < TKV_TIER_COUNT; t++)
+            if (rule[i].key[t] == key && (one || tier == TKV_HOT ? t == (int)tier : 1)) return 1;
+    return 0;
+}
+
+static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, slot, last;
+    if (p->stored != layer)
+        return list->n || list->len ? tkvi_broken(k, "a layer without its own cache holds blocks", layer)
+                                    : TKV_OK;
+    if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
+        (int64_t)list->sinks + list->archive + list->warm > list->n)
+        return tkvi_broken(k, "tier counts do not fit the list of layer", layer);
+    if (list->tightest < 0 || list->tightest > list->tight || list->tightest > list->archive ||
+        list->tight > list->archive + list->warm)
+        return tkvi_broken(k, "blocks of the hot tail count as tight in layer", layer);
+    if (list->out < 0 || list->out > list->n - list->sinks)
+        return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
+    for (i = 0; i < list->out; i++)
+        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
+            return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
+    if (list->chunk < 0 || list->chunk > list->len)
+        return tkvi_broken(k, "the last append began behind the end of layer", layer);
+    if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
+        return tkvi_broken(k, "a length is out of range in layer", layer);
+    if (kv->pool.notes ? list->n && list->len == list->dropped
+                       : (list->n == 0) != (list->len == list->dropped))
+        return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
+    if (list->n && (kv->pool.notes ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                   : tkvi_block_start(kv, ids, 0) != list->dropped))
+        return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        tkv_tier tier = tkvi_tier_at(list, i);
+        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
+            return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
+        if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
+            return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
+        for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
+            if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
+            if (tkvi_at(kv, ids[i], t) >= end || tkvi_at(kv, ids[i], t) <= last)
+                return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+            last = tkvi_at(kv, ids[i], t);
+        }
+        if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
+            return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
+        for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)
+            if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
+                tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
+                return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (i < list->sinks
+                ? kv->tables.coding[b->coding].key != p->sink_coding
+                : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
+            return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+        most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
+        if (tkvi_plan_learns(p)) most += TKVI_LEARN;
+        if (tkvi_spilled(b) && (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_absent(b))))
+            return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
+        if (b->copy && b->copy > kv->tables.n_codings)
+            return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
+        if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+            !tkvi_lazy(kv) && !kv->moved)
+            return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
+    }
+    return TKV_OK;
+}
+
+/* One page against its blocks. */
+static tkv_status tkvi_check_page(const tkvi_checker *k, uint32_t i) {
+    const tkvi_pool *pool = &k->kv->pool;
+    const tkvi_page *p = &pool->page[i];
+    int s, used = 0;
+    if (p->size_class < -1 || p->size_class >= pool->tables->n_classes)
+        return tkvi_broken(k, "a page of no known class", i);
+    for (s = 0; s < 64 && p->size_class >= 0; s++) {
+        const tkvi_block *b;
+        if (!(p->taken >> s & 1)) continue;
+        used++;
+        if (s >= pool->tables->size_class[p->size_class].slots)
+            return tkvi_broken(k, "a slot beyond its page", i);
+        if (p->owner[s] >= pool->block_cap) return tkvi_broken(k, "a slot of a block that does not exist", i);
+        b = &pool->block[p->owner[s]];
+        if (b->refs == 0 || b->page != i || b->slot != s || b->coding >= pool->tables->n_codings ||
+            pool->tables->coding[b->coding].size_class != p->size_class)
+            return tkvi_broken(k, "a slot and its block disagree", i);
+    }
+    if (p->size_class >= 0 && (used != p->used || used == 0))
+        return tkvi_broken(k, "a page's slots are miscounted", i);
+    return TKV_OK;
+}
+
+/* A chain of pages from `first`, all of one class; how many there are, or -1. */
+static int64_t tkvi_chain(const tkvi_pool *pool, uint32_t first, int size_class, int64_t *used) {
+    uint32_t i;
+    int64_t n = 0;
+    *used = 0;
+    for (i = first; i != TKVI_NIL; i = pool->page[i].after, n++) {
+        if (n > pool->n_pages || i >= pool->n_pages || pool->page[i].size_class != size_class) return -1;
+        *used += pool->page[i].used;
+    }
+    return n;
+}
+
+static tkv_status tkvi_check_pool(const tkvi_checker *k) {
+    const tkvi_pool *pool = &k->kv->pool;
+    int64_t live = 0, used, chained, n_free = 0, n;
+    uint32_t i;
+    int c, seq;
+    tkv_status st = TKV_OK;
+    for (i = 0; i < pool->n_pages && !st; i++) {
+        st = tkvi_check_page(k, i);
+        n_free += pool->page[i].size_class < 0;
+    }
+    if (st) return st;
+    if (tkvi_chain(pool, pool->free_page, -1, &used) != n_free || n_free != pool->n_free_pages)
+        return tkvi_broken(k, "free pages are miscounted", n_free);
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const tkvi_class *size_class = &pool->tables->size_class[c];
+        int64_t pages = 0, full = 0, in_class = 0, promised = 0;
+        for (i = 0; i < pool->n_pages; i++) {
+            if (pool->page[i].size_class != c) continue;
+            pages++;
+            full += pool->page[i].used == size_class->slots;
+            in_class += pool->page[i].used;
+        }
+        if (in_class != pool->live[c]) return tkvi_broken(k, "blocks are miscounted, class", c);
+        if (pages != tkvi_pages_for(size_class, in_class))
+            return tkvi_broken(k, "more pages than blocks need, class", c);
+        chained = tkvi_chain(pool, pool->room[c], c, &used);
+        if (chained != pages - full || used != in_class - full * size_class->slots)
+            return tkvi_broken(k, "a page with room is not in its list, class", c);
+        for (seq = 0; seq < k->kv->tables.cfg.max_seqs; seq++)
+            promised += k->kv->promised[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
+        live += in_class;
+    }
+    for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
+    if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    for (i = 0, used = 0; i < pool->block_cap; i++)
+        used += pool->block[i].refs && tkvi_absent(&pool->block[i]);
+    if (used != (int64_t)pool->n_absent) return tkvi_broken(k, "blocks that nobody has are miscounted", used);
+    live += n;
+    if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
+    for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
+        if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
+            return tkvi_broken(k, "the list of free blocks is broken", (int64_t)i);
+    if (n + live != (int64_t)pool->block_cap) return tkvi_broken(k, "free blocks are miscounted", n);
+    return TKV_OK;
+}
+
+/* Scatters block numbers, so that sums over two sets of them agree only if the sets do. */
+static uint64_t tkvi_scatter(uint32_t id) {
+    uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+/* The meter's copies: of coded blocks that exist (or left a window), in order, each in a place of its own. */
+static tkv_status tkvi_check_meter(const tkvi_checker *k) {
+    const tkvi_meter *m = k->kv->meter;
+    uint64_t places;
+    int i, a;
+    if (!m) return TKV_OK;
+    if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
+        return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
+    for (i = 0; i < m->n; i++) {
+        const tkvi_gauge *g = &m->gauge[i];
+        const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
+        int block = 0;
+        if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
+            return tkvi_broken(k, "the meter has copies of nothing, gauge", i);
+        for (a = 0, places = 0; a < m->slots; a++) {
+            if (g->slot[a] < 0 || g->slot[a] >= m->slots)
+                return tkvi_broken(k, "a copy of the meter has no place, gauge", i);
+            places += tkvi_scatter((uint32_t)g->slot[a]) - tkvi_scatter((uint32_t)a);
+        }
+        if (places) return tkvi_broken(k, "two copies of the meter in one place, gauge", i);
+        for (a = 0; a < g->n; a++) {
+            const uint32_t *ids = tkvi_ids(k->kv, m->seq, g->layer);
+            if (a && g->start[a] <= g->start[a - 1]) return tkvi_broken(k, "copies out of order, gauge", i);
+            if (g->start[a] < list->dropped) continue;
+            while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
+            if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
+                (k->kv->tables.coding[k->kv->pool.block[ids[block]].coding].key ==
+                     k->kv->tables.plan[g->layer].now.key[TKV_HOT] &&
+                 !k->kv->pool.block[ids[block]].copy))
+                return tkvi_broken(k, "the meter has a copy of a block that is not coded, gauge", i);
+        }
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
+    tkvi_checker k;
+    tkv_memory_info m;
+    tkv_status st;
+    uint32_t id;
+    int seq, layer, tier, i;
+    size_t held, sum;
+    uint64_t refs = 0, entries = 0;
+    if (!kv) return TKV_ERR_ARG;
+    k.kv = kv;
+    k.reason = reason;
+    k.size = size;
+    if (reason && size) *reason = 0;
+    st = tkvi_check_pool(&k);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs && !st; seq++)
+        for (layer = 0; layer < kv->tables.cfg.n_layers && !st; layer++) {
+            st = tkvi_check_ids(&k, seq, layer);
+            if (!st) st = tkvi_check_list(&k, seq, layer);
+            for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
+                entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
+        }
+    if (!st) st = tkvi_check_meter(&k);
+    if (st) return st;
+    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
+        return tkvi_broken(&k, "there is no level", kv->tables.level);
+    if (tkvi_lazy(kv) && (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+        return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
+    if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
+    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
+        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t);
+    if (held != kv->heap.held) return tkvi_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
+    st = tkv_memory(kv, &m);
+    sum = m.tables + m.index + m.scratch + m.shadow + m.slack;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
+    if (st || sum != m.total)
+        return tkvi_broken(&k, "the parts of tkv_memory do not make its total", (int64_t)sum);
+    return TKV_OK;
+}
+
+#endif /* TKVI_REPORT_INFO_H */

@@ -1,0 +1,1220 @@
+/*
+ * report/text.h - configs as text, in and out: lines of `key = value`, or one flat object of JSON. The keys are the
+ * fields. A table has a row for each field, a kind says how a value is read and written; a new field is a new row.
+ *
+ *     # comment                          {
+ *     preset = balanced                    "preset": "balanced",
+ *     n_layers = 32                        "n_layers": 32,
+ *     archive = a30/r20                    "archive": "a30/r20",
+ *     layers[0-5].window = 1024            "layers[0-5].window": 1024
+ *                                        }
+ *
+ * A text is read three times: checked without a trace, then the preset, then all other values. May call preset,
+ * policy and below.
+ */
+#ifndef TKVI_REPORT_TEXT_H
+#define TKVI_REPORT_TEXT_H
+
+#ifndef TKV_NO_REPORTS
+
+#include "rules/pressure.h"
+#include "cache/preset.h"
+#include "report/decimal.h"
+
+/* >>out: text that is counted before it is written, so that a buffer that is too small stays as it is */
+typedef struct tkvi_out {
+    char *at; /* NULL: only counts */
+    size_t room, used;
+    int json;       /* 1: JSON, 2: the same on one line */
+    int more;       /* a value of this object came before */
+    tkv_status bad; /* what has no text */
+} tkvi_out;
+
+static void tkvi_print_bytes(tkvi_out *o, const char *s, size_t n) {
+    if (o->at && o->used <= o->room && n <= o->room - o->used) memcpy(o->at + o->used, s, n);
+    o->used += n;
+}
+
+static void tkvi_print(tkvi_out *o, const char *s) { tkvi_print_bytes(o, s, strlen(s)); }
+
+static void tkvi_print_count(tkvi_out *o, uint64_t n) {
+    char digits[20];
+    int i = 20;
+    do digits[--i] = (char)('0' + (int)(n % 10u));
+    while (n /= 10u);
+    tkvi_print_bytes(o, digits + i, (size_t)(20 - i));
+}
+
+static void tkvi_print_int(tkvi_out *o, int64_t n) {
+    if (n < 0) tkvi_print(o, "-");
+    tkvi_print_count(o, n < 0 ? 0u - (uint64_t)n : (uint64_t)n);
+}
+
+static void tkvi_print_float(tkvi_out *o, float x) {
+    char text[TKVI_FLOAT_TEXT];
+    if (!tkvi_is_finite(x)) {
+        o->bad = TKV_ERR_CONFIG;
+        return;
+    }
+    tkvi_float_write(x, text);
+    tkvi_print(o, text);
+}
+
+/* The quotes of a string in JSON. */
+static void tkvi_print_quote(tkvi_out *o) {
+    if (o->json) tkvi_print(o, "\"");
+}
+
+typedef void (*tkvi_writer)(tkvi_out *o, const void *what);
+
+/* The whole of it or nothing; *needed is how much there is, the final zero included. */
+static tkv_status tkvi_write_text(tkvi_writer write, const void *what, char *buf, size_t size,
+                                  size_t *needed) {
+    tkvi_out o;
+    size_t n;
+    memset(&o, 0, sizeof o);
+    write(&o, what);
+    if (o.bad) return o.bad;
+    n = o.used;
+    if (needed) *needed = n + 1;
+    if (!buf) return needed ? TKV_OK : TKV_ERR_ARG;
+    if (size <= n) return TKV_ERR_ARG;
+    memset(&o, 0, sizeof o);
+    o.at = buf;
+    o.room = n;
+    write(&o, what);
+    buf[n] = 0;
+    return TKV_OK;
+}
+
+/* >>rows */
+typedef struct tkvi_span {
+    const char *at;
+    size_t n;
+} tkvi_span;
+
+typedef struct tkvi_word {
+    const char *name;
+    int value;
+} tkvi_word;
+
+struct tkvi_row; /* (the three know each other) */
+struct tkvi_parser;
+
+typedef struct tkvi_kind {
+    const char *want; /* what is right, for a person */
+    /* `at` is the field; NULL: only check. 0: this is none. */
+    int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
+    /* NULL: only read, and before all others */
+    void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
+} tkvi_kind;
+
+typedef struct tkvi_row {
+    const char *name;
+    int kind; /* into tkvi_kinds */
+    size_t offset, size;
+    const tkvi_word *words; /* names of values, up to one without; NULL: none */
+} tkvi_row;
+
+typedef struct tkvi_fields { /* rows of one struct */
+    const char *name;        /* NULL: key `field`; otherwise `name.field`, or ... */
+    int most;                /* ... if not 0: `name[i].field` and `name[i-j].field`, i and j below it */
+    size_t offset, stride;   /* in the whole, where it is a part of that; of these */
+    const tkvi_row *row;
+    int n_rows;
+} tkvi_fields;
+
+#define TKVI_MAX_FIELDS 8
+#define TKVI_SEEN_BYTES 8192 /* a bit for each field: 15 of 4,096 layers, and 500 more */
+
+typedef struct tkvi_parser {
+    const tkvi_fields *fields;
+    int n_fields;
+    void *base[TKVI_MAX_FIELDS]; /* the structs; a list may be NULL while only checked */
+    const tkv_config_room *room;
+    /* where it is */
+    const char *text, *at, *end;
+    int line, json, begun;
+    tkvi_span key, value;
+    int key_line;
+    /* what it saw */
+    int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* index of a list, from 1; 0: none */
+    int frequencies, frequencies_line;
+    uint8_t seen[TKVI_SEEN_BYTES];
+    tkvi_text reason;
+} tkvi_parser;
+
+/* Kinds, as in tkvi_kinds. */
+enum {
+    TKVI_INT,
+    TKVI_SIZE,
+    TKVI_FLOAT,
+    TKVI_FLOATS,
+    TKVI_PAIR,
+    TKVI_FLAGS,
+    TKVI_NAME,
+    TKVI_FREQUENCIES,
+    TKVI_PRESET,
+    TKVI_PROFILE
+};
+
+/* >>spans */
+static int tkvi_span_is(tkvi_span s, const char *name) {
+    return s.n == strlen(name) && memcmp(s.at, name, s.n) == 0;
+}
+
+static int tkvi_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
+static tkvi_span tkvi_trimmed(const char *from, const char *to) {
+    tkvi_span s;
+    while (from < to && tkvi_blank(*from)) from++;
+    while (from < to && tkvi_blank(to[-1])) to--;
+    s.at = from;
+    s.n = (size_t)(to - from);
+    return s;
+}
+
+/* Takes the part before the separator, or all there is, off the front. */
+static tkvi_span tkvi_front(tkvi_span *s, char separator) {
+    const char *from = s->at, *end = s->at + s->n, *at = from;
+    while (at < end && *at != separator) at++;
+    s->at = at < end ? at + 1 : end;
+    s->n = (size_t)(end - s->at);
+    return tkvi_trimmed(from, at);
+}
+
+/* As a string, cut to the room. */
+static void tkvi_copied(tkvi_span s, char *out, size_t room) {
+    size_t n = s.n < room ? s.n : room - 1;
+    memcpy(out, s.at, n);
+    out[n] = 0;
+}
+
+/* For a person: without the rest of something long, and without what would ruin a terminal. */
+static void tkvi_say_span(tkvi_text *t, tkvi_span s) {
+    char name[41];
+    size_t i;
+    tkvi_copied(s, name, sizeof name);
+    for (i = 0; i < s.n && i < 40; i++)
+        if (name[i] < ' ' || name[i] > '~') name[i] = '?';
+    tkvi_say(t, name);
+    if (s.n > 40) tkvi_say(t, "...");
+}
+
+/* >>kinds */
+/* Digits only; at most 2^63 - 1. */
+static int tkvi_digits(tkvi_span s, uint64_t *out) {
+    const uint64_t most = (uint64_t)-1 >> 1;
+    uint64_t n = 0;
+    size_t i;
+    for (i = 0; i < s.n; i++) {
+        const unsigned digit = (unsigned)(s.at[i] - '0');
+        if (digit > 9 || n > (most - digit) / 10u) return 0;
+        n = 10u * n + digit;
+    }
+    *out = n;
+    return s.n > 0;
+}
+
+/* Enums can be as small as a byte. */
+static int tkvi_field_int(const tkvi_row *row, const void *at) {
+    int x;
+    if (row->size < sizeof x) return *(const uint8_t *)at;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const tkvi_word *w;
+    const int negative = s.n > 0 && s.at[0] == '-';
+    uint64_t n = 0;
+    int x = 0;
+    (void)r;
+    for (w = row->words; w && w->name && !tkvi_span_is(s, w->name); w++) continue;
+    if (w && w->name) {
+        x = w->value;
+    } else {
+        s.at += negative;
+        s.n -= (size_t)negative;
+        if (!tkvi_digits(s, &n) || n > 0x7fffffffu) return 0;
+        x = negative ? -(int)n : (int)n;
+    }
+    if (!at) return 1;
+    if (row->size < sizeof x) *(uint8_t *)at = (uint8_t)(x & 0xff);
+    else memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const tkvi_word *w;
+    const int x = tkvi_field_int(row, at);
+    for (w = row->words; w && w->name && w->value != x; w++) continue;
+    if (!w || !w->name) {
+        tkvi_print_int(o, x);
+        return;
+    }
+    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+    tkvi_print(o, w->name);
+    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+}
+
+/* 4096, 512K, 1.5G, 64MiB: letters are powers of 1024. */
+static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    static const char letters[] = "KMGT";
+    uint64_t whole = 0, part = 0, unit = 1;
+    tkvi_span fraction;
+    size_t i, bytes;
+    (void)r;
+    (void)row;
+    if (s.n > 2 && memcmp(s.at + s.n - 2, "iB", 2) == 0) {
+        s.n -= 2;
+        unit = 0; /* there must be a letter now */
+    }
+    for (i = 0; s.n > 0 && i < 4; i++)
+        if (s.at[s.n - 1] == letters[i]) {
+            unit = (uint64_t)1 << (10u * (unsigned)(i + 1));
+            s.n--;
+            break;
+        }
+    fraction = s;
+    s = tkvi_front(&fraction, '.');
+    if (unit == 0 || !tkvi_digits(s, &whole) || whole > ((uint64_t)-1 >> 1) / unit) return 0;
+    whole *= unit;
+    for (i = 0; i < fraction.n; i++) { /* rounded down to a byte */
+        const unsigned digit = (unsigned)(fraction.at[i] - '0');
+        if (digit > 9 || i > 3 || unit == 1) return 0;
+        part = 10u * part + digit;
+    }
+    for (; i < 4; i++) part *= 10u;
+    whole += part * unit / 10000u;
+    bytes = (size_t)whole;
+    if (whole != (uint64_t)bytes) return 0; /* more than this machine can address */
+    if (at) memcpy(at, &bytes, sizeof bytes);
+    return 1;
+}
+
+static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
+    size_t bytes;
+    (void)row;
+    memcpy(&bytes, at, sizeof bytes);
+    tkvi_print_count(o, bytes);
+}
+
+/* A number, or zero: TKV_ZERO. In a list of JSON the name has quotes. */
+static int tkvi_read_number(tkvi_span s, float *x) {
+    if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
+    *x = TKV_ZERO;
+    return 1;
+}
+
+static void tkvi_write_number(float x, tkvi_out *o) {
+    if (!tkvi_is_named_zero(x)) {
+        tkvi_print_float(o, x);
+        return;
+    }
+    tkvi_print_quote(o);
+    tkvi_print(o, "zero");
+    tkvi_print_quote(o);
+}
+
+static int tkvi_read_float(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    float x;
+    (void)r;
+    (void)row;
+    if (!tkvi_read_number(s, &x)) return 0;
+    if (at) memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
+    float x;
+    (void)row;
+    memcpy(&x, at, sizeof x);
+    tkvi_write_number(x, o);
+}
+
+/* Up to `most` numbers and commas, to `at` if that is not NULL; how many, 0 if these are none. */
+static int tkvi_read_list(tkvi_span s, int most, float *at) {
+    int n;
+    for (n = 0; n < most; n++) {
+        float x;
+        tkvi_span one = tkvi_front(&s, ',');
+        if (!tkvi_read_number(one, &x)) return 0;
+        if (at) at[n] = x;
+        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* a comma at the end wants one more */
+    }
+    return 0;
+}
+
+static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
+    int i;
+    if (o->json) tkvi_print(o, "[");
+    for (i = 0; i < n; i++) {
+        if (i) tkvi_print(o, ", ");
+        tkvi_write_number(x[i], o);
+    }
+    if (o->json) tkvi_print(o, "]");
+}
+
+/* An array of floats that ends with zeros. */
+static int tkvi_read_floats(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const int most = (int)(row->size / sizeof(float));
+    (void)r;
+    if (!tkvi_read_list(s, most, NULL)) return 0;
+    if (!at) return 1;
+    memset(at, 0, row->size);
+    return tkvi_read_list(s, most, (float *)at);
+}
+
+static void tkvi_write_floats(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const float *x = (const float *)at;
+    int n = (int)(row->size / sizeof(float));
+    while (n > 1 && tkvi_bits(x[n - 1]) == 0) n--;
+    tkvi_write_list(x, n, o);
+}
+
+static int tkvi_read_format(tkvi_span s, tkv_format *out) {
+    char name[16];
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    *out = tkv_format_from_name(name);
+    return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
+}
+
+/* a30/r20, or one name for both sides. */
+static int tkvi_read_pair(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    tkv_pair p;
+    const size_t n = s.n;
+    const tkvi_span k = tkvi_front(&s, '/');
+    (void)r;
+    (void)row;
+    if (!tkvi_read_format(k, &p.k)) return 0;
+    p.v = p.k;
+    if (k.n < n && !tkvi_read_format(s, &p.v)) return 0;
+    if (at) memcpy(at, &p, sizeof p);
+    return 1;
+}
+
+static void tkvi_print_format(tkvi_out *o, tkv_format f) {
+    const char *name = f == TKV_FORMAT_DEFAULT ? "default" : tkv_format_name(f);
+    if (!name) o->bad = TKV_ERR_CONFIG;
+    else tkvi_print(o, name);
+}
+
+static void tkvi_print_pair(tkvi_out *o, tkv_pair p) {
+    tkvi_print_quote(o);
+    tkvi_print_format(o, p.k);
+    if (p.k != p.v) {
+        tkvi_print(o, "/");
+        tkvi_print_format(o, p.v);
+    }
+    tkvi_print_quote(o);
+}
+
+static void tkvi_write_pair(const tkvi_row *row, const void *at, tkvi_out *o) {
+    tkv_pair p;
+    (void)row;
+    memcpy(&p, at, sizeof p);
+    tkvi_print_pair(o, p);
+}
+
+/* clip+norm, none. */
+static int tkvi_read_flags(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    int x = 0;
+    (void)r;
+    if (s.n == 0 || s.at[s.n - 1] == '+') return 0;
+    while (s.n && !tkvi_span_is(s, "none")) {
+        const tkvi_span one = tkvi_front(&s, '+');
+        const tkvi_word *w;
+        for (w = row->words; w->name && !tkvi_span_is(one, w->name); w++) continue;
+        if (!w->name || (x & w->value)) return 0;
+        x |= w->value;
+    }
+    if (s.n && x) return 0;
+    if (at) memcpy(at, &x, sizeof x);
+    return 1;
+}
+
+static void tkvi_write_flags(const tkvi_row *row, const void *at, tkvi_out *o) {
+    int x = tkvi_field_int(row, at), any = 0;
+    const tkvi_word *w;
+    tkvi_print_quote(o);
+    for (w = row->words; w->name; w++)
+        if (x & w->value) {
+            if (any++) tkvi_print(o, "+");
+            tkvi_print(o, w->name);
+            x &= ~w->value;
+        }
+    tkvi_print_quote(o);
+    if (x) o->bad = TKV_ERR_CONFIG;
+}
+
+static int tkvi_name_char(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
+           c == '-' || c == '.';
+}
+
+/* An array of characters, its final zero included. */
+static int tkvi_read_name(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    size_t i;
+    (void)r;
+    if (s.n == 0 || s.n >= row->size) return 0;
+    for (i = 0; i < s.n; i++)
+        if (!tkvi_name_char(s.at[i])) return 0;
+    if (!at) return 1;
+    memset(at, 0, row->size);
+    memcpy(at, s.at, s.n);
+    return 1;
+}
+
+static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const char *name = (const char *)at;
+    size_t n = 0;
+    tkvi_print_quote(o);
+    for (; n < row->size && name[n]; n++)
+        if (!tkvi_name_char(name[n])) o->bad = TKV_ERR_CONFIG;
+    if (n == row->size) o->bad = TKV_ERR_CONFIG;
+    tkvi_print_bytes(o, name, n);
+    tkvi_print_quote(o);
+}
+
+/* tkv_rope.frequencies, in memory of the caller's. */
+static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    (void)row;
+    r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
+    r->frequencies_line = r->key_line;
+    if (!r->frequencies) return 0;
+    if (!at || r->frequencies > most) return 1; /* which is said at the end of the check */
+    tkvi_read_list(s, most, r->room->frequencies);
+    {
+        const float *x = r->room->frequencies;
+        memcpy(at, &x, sizeof x);
+    }
+    return 1;
+}
+
+static void tkvi_write_frequencies(const tkvi_row *row, const void *at, tkvi_out *o) {
+    const tkv_rope *rope = (const tkv_rope *)(const void *)((const char *)at - row->offset);
+    if (rope->dim < 2 || rope->dim > TKV_MAX_HEAD_DIM) o->bad = TKV_ERR_CONFIG;
+    else tkvi_write_list(rope->frequencies, rope->dim / 2, o);
+}
+
+static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    char name[32];
+    tkv_config any;
+    (void)r;
+    (void)row;
+    memset(&any, 0, sizeof any);
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    return tkv_config_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
+}
+
+static int tkvi_read_profile(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
+    char name[32];
+    tkv_policy_config any;
+    (void)r;
+    (void)row;
+    if (s.n >= sizeof name) return 0;
+    tkvi_copied(s, name, sizeof name);
+    return tkv_policy_profile(at ? (tkv_policy_config *)at : &any, name) == TKV_OK;
+}
+
+static const tkvi_kind tkvi_kinds[] = {
+    {"a whole number", tkvi_read_int, tkvi_write_int},
+    {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
+    {"a number", tkvi_read_float, tkvi_write_float},
+    {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
+    {"formats of K and V, such as a30/r20, or one for both (tkv_format_name)", tkvi_read_pair,
+     tkvi_write_pair},
+    {"names joined by +", tkvi_read_flags, tkvi_write_flags},
+    {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
+    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"the name of a preset (tkv_preset_name)", tkvi_read_preset, NULL},
+    {"the name of a profile (tkv_policy_profile)", tkvi_read_profile, NULL},
+};
+
+/* >>the table of all fields */
+static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
+static const tkvi_word tkvi_words_none[] = {{"none", TKV_NONE}, {NULL, 0}};
+static const tkvi_word tkvi_words_length[] = {{"none", TKV_NONE}, {"all", TKV_ALL}, {NULL, 0}};
+static const tkvi_word tkvi_words_fit[] = {
+    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
+static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
+static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
+                                               {"uniform", TKV_KVQUANT_UNIFORM},
+                                               {"norm", TKV_KVQUANT_NORM},
+                                               {"dense", TKV_KVQUANT_DENSE},
+                                               {NULL, 0}};
+static const tkvi_word tkvi_words_nonfinite[] = {
+    {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
+static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
+                                           {"scalar", TKV_ISA_SCALAR},
+                                           {"avx2", TKV_ISA_AVX2},
+                                           {"avx512", TKV_ISA_AVX512},
+                                           {"neon", TKV_ISA_NEON},
+                                           {"wasm", TKV_ISA_WASM},
+                                           {NULL, 0}};
+
+static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
+                                             {"sliding", TKV_EVICT_SLIDING},
+                                             {"h2o", TKV_EVICT_H2O},
+                                             {"snapkv", TKV_EVICT_SNAPKV},
+                                             {"pyramidkv", TKV_EVICT_PYRAMIDKV},
+                                             {"tova", TKV_EVICT_TOVA},
+                                             {"knorm", TKV_EVICT_KNORM},
+                                             {"keydiff", TKV_EVICT_KEYDIFF},
+                                             {"scissorhands", TKV_EVICT_SCISSORHANDS},
+                                             {"fifo", TKV_EVICT_FIFO},
+                                             {"random", TKV_EVICT_RANDOM},
+                                             {"scores", TKV_EVICT_SCORES},
+                                             {"user", TKV_EVICT_USER},
+                                             {NULL, 0}};
+static const tkvi_word tkvi_words_heads[] = {
+    {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
+static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
+                                                  {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
+                                                  {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
+                                                  {"recency", TKV_IMPORTANCE_RECENCY},
+                                                  {"persistence", TKV_IMPORTANCE_PERSISTENCE},
+                                                  {NULL, 0}};
+
+#define TKVI_ROW(type, field, kind, words)                                                                   \
+    { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
+
+static const tkvi_row tkvi_config_rows[] = {
+    {"preset", TKVI_PRESET, 0, 0, NULL},
+    TKVI_ROW(tkv_config, n_layers, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_config, max_seqs, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, max_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_config, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_config, hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_config, group_size, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, allocation_unit, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, fit, TKVI_FLAGS, tkvi_words_fit),
+    TKVI_ROW(tkv_config, rotate, TKVI_FLAGS, tkvi_words_rotate),
+    TKVI_ROW(tkv_config, center_k, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, squat_block, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, subspaces, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+    TKVI_ROW(tkv_config, nonfinite, TKVI_INT, tkvi_words_nonfinite),
+    TKVI_ROW(tkv_config, precise, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, quality_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, quality_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, quality_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, budget_bytes, TKVI_SIZE, NULL),
+    TKVI_ROW(tkv_config, n_levels, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, evict_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, n_anchors, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, importance_every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, remat, TKVI_INT, tkvi_words_switch),
+};
+
+static const tkvi_row tkvi_rope_rows[] = {
+    TKVI_ROW(tkv_rope, dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_rope, scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_rope, frequencies, TKVI_FREQUENCIES, NULL),
+};
+
+static const tkvi_row tkvi_layer_rows[] = {
+    TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_layer_config, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
+};
+
+static const tkvi_row tkvi_level_rows[] = {
+    TKVI_ROW(tkv_level, hot_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
+    TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+};
+
+static const tkvi_row tkvi_policy_rows[] = {
+    {"profile", TKVI_PROFILE, 0, 0, NULL},
+    TKVI_ROW(tkv_policy_config, threshold, TKVI_FLOATS, NULL),
+    TKVI_ROW(tkv_policy_config, hysteresis, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_policy_config, alpha, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_policy_config, min_level, TKVI_INT, NULL),
+    TKVI_ROW(tkv_policy_config, max_level, TKVI_INT, tkvi_words_none),
+};
+
+static const tkvi_row tkvi_spill_fields[] = {
+    TKVI_ROW(tkv_spill_config, keep_exact, TKVI_INT, tkvi_words_switch),
+};
+
+static const tkvi_row tkvi_evict_fields[] = {
+    TKVI_ROW(tkv_evict_config, kind, TKVI_INT, tkvi_words_evict),
+    TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_none),
+    TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, seed, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, trigger, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_evict_config, batch, TKVI_INT, NULL),
+};
+
+static const tkvi_row tkvi_importance_fields[] = {
+    TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
+    TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, tau, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, low, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_importance_config, heads, TKVI_INT, tkvi_words_heads),
+};
+
+#define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
+
+/* tkvi_parser has a bit for each field. */
+enum { TKVI_LAYER_FIELDS = TKVI_MAX_LAYERS * (int)(sizeof tkvi_layer_rows / sizeof *tkvi_layer_rows) };
+typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES ? 1 : -1];
+
+enum {
+    TKVI_OF_CONFIG,
+    TKVI_OF_ROPE,
+    TKVI_OF_POLICY,
+    TKVI_OF_EVICT,
+    TKVI_OF_SPILL,
+    TKVI_OF_IMPORTANCE,
+    TKVI_OF_LADDER,
+    TKVI_OF_LAYERS,
+    TKVI_CONFIG_FIELDS
+};
+
+static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
+    {"rope", 0, offsetof(tkv_config, rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
+    {"policy", 0, offsetof(tkv_config, policy), 0, TKVI_ROWS_OF(tkvi_policy_rows)},
+    {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_fields)},
+    {"spill", 0, offsetof(tkv_config, spill), 0, TKVI_ROWS_OF(tkvi_spill_fields)},
+    {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_fields)},
+    {"ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
+    {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
+};
+
+/* The lists of a config: a pointer and a count, and where the caller has memory for them. */
+typedef struct tkvi_array {
+    int group;
+    const char *count_name;
+    size_t at, count;           /* in tkv_config */
+    size_t room_at, room_count; /* in tkv_config_room */
+} tkvi_array;
+
+#define TKVI_ARRAY(group, field, count)                                                                      \
+    {                                                                                                        \
+        group, #count, offsetof(tkv_config, field), offsetof(tkv_config, count),                             \
+            offsetof(tkv_config_room, field), offsetof(tkv_config_room, count)                               \
+    }
+
+static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_layers),
+                                         TKVI_ARRAY(TKVI_OF_LADDER, ladder, n_levels)};
+
+#define TKVI_ARRAYS ((int)(sizeof tkvi_arrays / sizeof *tkvi_arrays))
+
+static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
+
+/* >>errors: a line, then what is wrong, then what would be right */
+static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
+    tkvi_say(&r->reason, "line ");
+    tkvi_say_int(&r->reason, line);
+    tkvi_say(&r->reason, ": ");
+    return &r->reason;
+}
+
+static int tkvi_unreadable(tkvi_parser *r, const char *what) {
+    tkvi_say(tkvi_say_line(r, r->line), what);
+    return -1;
+}
+
+/* How many letters two short names differ by. */
+static int tkvi_distance(const char *a, const char *b) {
+    int row[64], i, k, n = (int)strlen(b);
+    for (k = 0; k <= n; k++) row[k] = k;
+    for (i = 1; a[i - 1]; i++) {
+        int corner = row[0];
+        row[0] = i;
+        for (k = 1; k <= n; k++) {
+            const int other = corner + (a[i - 1] != b[k - 1]);
+            corner = row[k];
+            row[k] = tkvi_min(other, 1 + tkvi_min(row[k], row[k - 1]));
+        }
+    }
+    return row[n];
+}
+
+/* A key that does not exist, and the nearest one that does. */
+static void tkvi_say_unknown(tkvi_parser *r) {
+    tkvi_text *t = tkvi_say_line(r, r->key_line);
+    char key[48], name[64];
+    size_t i, n = 0;
+    int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
+    for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* layers[3].window is layers.window here */
+        inside += r->key.at[i] == '[';
+        if (!inside) key[n++] = r->key.at[i];
+        inside -= r->key.at[i] == ']';
+    }
+    key[n] = 0;
+    for (g = 0; g < r->n_fields; g++)
+        for (row = 0; row < r->fields[g].n_rows; row++) {
+            tkvi_text at = tkvi_text_begin(name, sizeof name);
+            int distance;
+            if (r->fields[g].name) tkvi_say(&at, r->fields[g].name);
+            if (r->fields[g].name) tkvi_say(&at, ".");
+            tkvi_say(&at, r->fields[g].row[row].name);
+            distance = tkvi_distance(key, name);
+            if (distance >= best) continue;
+            best = distance;
+            best_g = g;
+            best_row = row;
+        }
+    tkvi_say_span(t, r->key);
+    tkvi_say(t, " is no key; ");
+    tkvi_say(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
+    if (best_g < 0) return;
+    if (r->fields[best_g].name) {
+        tkvi_say(t, r->fields[best_g].name);
+        if (r->fields[best_g].most) {
+            tkvi_say(t, "[i] or [i-j], up to ");
+            tkvi_say_int(t, r->fields[best_g].most - 1);
+            tkvi_say(t, ", and ");
+        }
+        tkvi_say(t, ".");
+    }
+    tkvi_say(t, r->fields[best_g].row[best_row].name);
+}
+
+static void tkvi_say_bad_value(tkvi_parser *r, const tkvi_row *row) {
+    tkvi_text *t = tkvi_say_line(r, r->key_line);
+    const tkvi_word *w = row->words;
+    tkvi_say_span(t, r->key);
+    tkvi_say(t, r->value.n ? " is " : " has no value");
+    tkvi_say_span(t, r->value);
+    tkvi_say(t, "; it must be ");
+    tkvi_say(t, tkvi_kinds[row->kind].want);
+    for (; w && w->name; w++) {
+        tkvi_say(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_say(t, w->name);
+    }
+}
+
+/* >>scanning: one key and its value after the other */
+/* Blanks, ends of lines, comments. */
+static void tkvi_skip(tkvi_parser *r) {
+    int comment = 0;
+    for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
+        comment = *r->at != '\n' && (comment || *r->at == '#');
+        r->line += *r->at == '\n';
+    }
+}
+
+static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
+
+/* What stands between the present character and the closing one, neither included. */
+static int tkvi_enclosed(tkvi_parser *r, char close, tkvi_span *out) {
+    const char *from = ++r->at;
+    for (; r->at < r->end && *r->at != close; r->at++) {
+        if (*r->at == '\n' && close == '"') break;
+        if (*r->at == '\\') return tkvi_unreadable(r, "there is a backslash; no key and no value needs one");
+        r->line += *r->at == '\n';
+    }
+    if (!tkvi_is_next(r, close))
+        return tkvi_unreadable(r, close == '"' ? "a \" is missing" : "a ] is missing");
+    *out = tkvi_trimmed(from, r->at++);
+    return 1;
+}
+
+static int tkvi_one_of(char c, const char *set) {
+    while (*set && *set != c) set++;
+    return *set != 0;
+}
+
+/* A value: "in quotes", [a list], or what stands there up to one of the characters that end it. */
+static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
+    const char *from;
+    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
+    if (tkvi_is_next(r, '"')) return tkvi_enclosed(r, '"', &r->value);
+    if (tkvi_is_next(r, '[')) return tkvi_enclosed(r, ']', &r->value);
+    if (tkvi_is_next(r, '{'))
+        return tkvi_unreadable(r, "an object in an object; write \"rope.dim\": 64 instead");
+    for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
+    r->value = tkvi_trimmed(from, r->at);
+    return 1;
+}
+
+/* A line `key = value`: 1, the end: 0, something else: -1, and the reason is said. */
+static int tkvi_next_line(tkvi_parser *r) {
+    const char *from = r->at;
+    while (r->at < r->end && !tkvi_one_of(*r->at, "=\n#")) r->at++;
+    r->key = tkvi_trimmed(from, r->at);
+    if (!tkvi_is_next(r, '=')) return tkvi_unreadable(r, "there is no =; write key = value");
+    r->at++;
+    if (tkvi_scan_value(r, "\n#") < 0) return -1;
+    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
+    if (r->at < r->end && !tkvi_one_of(*r->at, "\n#"))
+        return tkvi_unreadable(r, "something follows the value");
+    return 1;
+}
+
+/* The same of a pair in an object. */
+static int tkvi_next_pair(tkvi_parser *r) {
+    const int first = !r->begun;
+    if (first) r->at++; /* the brace */
+    r->begun = 1;
+    tkvi_skip(r);
+    if (tkvi_is_next(r, '}')) {
+        r->at++;
+        tkvi_skip(r);
+        return r->at < r->end ? tkvi_unreadable(r, "something follows the object") : 0;
+    }
+    if (!first) {
+        if (!tkvi_is_next(r, ',')) return tkvi_unreadable(r, "a , or a } is missing");
+        r->at++;
+        tkvi_skip(r);
+    }
+    r->key_line = r->line;
+    if (!tkvi_is_next(r, '"')) return tkvi_unreadable(r, "a key in quotes is missing");
+    if (tkvi_enclosed(r, '"', &r->key) < 0) return -1;
+    tkvi_skip(r);
+    if (!tkvi_is_next(r, ':')) return tkvi_unreadable(r, "a : is missing after the key");
+    r->at++;
+    tkvi_skip(r);
+    return tkvi_scan_value(r, ",}#\n");
+}
+
+static int tkvi_next(tkvi_parser *r) {
+    if (!r->json || r->begun) tkvi_skip(r);
+    r->key_line = r->line;
+    if (r->json) return tkvi_next_pair(r);
+    return r->at < r->end ? tkvi_next_line(r) : 0;
+}
+
+static void tkvi_rewind(tkvi_parser *r) {
+    r->at = r->text;
+    r->line = 1;
+    r->begun = 0;
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* some editors' */
+    tkvi_skip(r);
+    r->json = tkvi_is_next(r, '{');
+}
+
+/* >>reading */
+static int tkvi_take(tkvi_span *s, const char *name) {
+    const size_t n = strlen(name);
+    if (s->n < n || memcmp(s->at, name, n) != 0) return 0;
+    s->at += n;
+    s->n -= n;
+    return 1;
+}
+
+/* Digits off the front, below `most`; -1: none. */
+static int tkvi_take_index(tkvi_span *s, int most) {
+    tkvi_span number = *s;
+    uint64_t n;
+    for (number.n = 0; number.n < s->n && s->at[number.n] >= '0' && s->at[number.n] <= '9';) number.n++;
+    if (!tkvi_digits(number, &n) || n >= (uint64_t)most) return -1;
+    s->at += number.n;
+    s->n -= number.n;
+    return (int)n;
+}
+
+/* Which row of which group this key is, and of which structs of a list: `from` to `to`. */
+static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
+    int i;
+    for (*group = 0; *group < r->n_fields; ++*group) {
+        const tkvi_fields *g = &r->fields[*group];
+        tkvi_span field = r->key;
+        *from = *to = 0;
+        if (g->name && !tkvi_take(&field, g->name)) continue;
+        if (g->most) {
+            if (!tkvi_take(&field, "[")) continue;
+            *from = *to = tkvi_take_index(&field, g->most);
+            if (*from >= 0 && tkvi_take(&field, "-")) *to = tkvi_take_index(&field, g->most);
+            if (*to < *from || *from < 0 || !tkvi_take(&field, "]")) continue;
+        }
+        if (g->name && !tkvi_take(&field, ".")) continue;
+        for (i = 0; i < g->n_rows; i++)
+            if (tkvi_span_is(field, g->row[i].name)) return &g->row[i];
+    }
+    return NULL;
+}
+
+/* Marks a field as given; 0 if it was. */
+static int tkvi_first_time(tkvi_parser *r, int group, int index, const tkvi_row *row) {
+    size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
+    int g;
+    for (g = 0; g < group; g++) bit += (size_t)tkvi_max(1, r->fields[g].most) * (size_t)r->fields[g].n_rows;
+    if (r->seen[bit / 8] >> bit % 8 & 1) return 0;
+    r->seen[bit / 8] = (uint8_t)(r->seen[bit / 8] | 1 << bit % 8);
+    return 1;
+}
+
+enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three times that a text is read */
+
+/* Each value to its place. While it is checked there is none yet in the caller's memory, and a preset waits for what it
+ * asks. */
+static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
+    int found, g, i, from, to;
+    tkvi_rewind(r);
+    for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
+        const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
+        int begins;
+        if (!row) {
+            tkvi_say_unknown(r);
+            return TKV_ERR_CONFIG;
+        }
+        begins = !tkvi_kinds[row->kind].write;
+        if (pass != TKVI_CHECK && begins != (pass == TKVI_BEGIN)) continue;
+        if (to >= r->highest[g]) {
+            r->highest[g] = to + 1;
+            r->highest_line[g] = r->key_line;
+        }
+        for (i = from; i <= to; i++) {
+            const int listed = r->fields[g].most || row->kind == TKVI_FREQUENCIES;
+            const int later = pass == TKVI_CHECK && (begins || listed);
+            char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
+            if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
+                tkvi_say_span(tkvi_say_line(r, r->key_line), r->key);
+                tkvi_say(&r->reason, " is there for the second time; it must be there once");
+                return TKV_ERR_CONFIG;
+            }
+            if (!tkvi_kinds[row->kind].read(r, row, r->value, at)) {
+                tkvi_say_bad_value(r, row);
+                return TKV_ERR_CONFIG;
+            }
+        }
+    }
+    return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
+}
+
+/* Into the parts of `whole`. */
+static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, void *whole, const char *text,
+                             size_t size, char *reason, size_t reason_size) {
+    int g;
+    memset(r, 0, sizeof *r);
+    for (g = 0; g < n; g++) r->base[g] = (char *)whole + fields[g].offset;
+    r->fields = fields;
+    r->n_fields = n;
+    r->text = text;
+    r->end = text + size;
+    r->reason = tkvi_text_begin(reason, reason ? reason_size : 0);
+}
+
+/* There is so much room, and not enough. */
+static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
+                               const char *why) {
+    tkvi_text *t = tkvi_say_line(r, line);
+    tkvi_say(t, what);
+    tkvi_say_int(t, room);
+    tkvi_say(t, "; it must be ");
+    tkvi_say_int(t, want);
+    tkvi_say(t, why);
+    return TKV_ERR_CONFIG;
+}
+
+/* The line of a key that is there. */
+static int tkvi_line_of(tkvi_parser *r, const char *key) {
+    tkvi_rewind(r);
+    while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
+    return r->key_line;
+}
+
+static int tkvi_member_int(const void *base, size_t offset) {
+    int x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* Pointers to objects of any type look alike on every machine of this century. */
+static void *tkvi_member_pointer(const void *base, size_t offset) {
+    void *x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+/* The list that the text gives takes its place in the caller's memory, which must be enough. A list that stays (`was`
+ * is the config before) must not become longer. */
+static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tkv_config *cfg,
+                                   const tkv_config *was) {
+    const int highest = r->highest[a->group], line = r->highest_line[a->group];
+    const int n = tkvi_member_int(cfg, a->count), had = tkvi_member_int(was, a->count);
+    char what[64];
+    tkvi_text t = tkvi_text_begin(what, sizeof what);
+    int room = 0;
+    if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
+    tkvi_say(&t, a->count_name);
+    tkvi_say(&t, " is ");
+    if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
+    if (!highest && tkvi_member_pointer(was, a->at) && n > had)
+        return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
+                            " or less, as the program has them");
+    t = tkvi_text_begin(what, sizeof what);
+    tkvi_say(&t, "the program's room for ");
+    tkvi_say(&t, r->fields[a->group].name);
+    tkvi_say(&t, " is ");
+    if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
+    return TKV_OK;
+}
+
+/* The same of rope.frequencies, of which there is one for two of rope.dim. */
+static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
+    const int n = r->frequencies, line = r->frequencies_line;
+    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    if (n && n * 2 != cfg->rope.dim)
+        return tkvi_no_room(r, line, "rope.dim is ", cfg->rope.dim, 2 * n,
+                            ", two for each of rope.frequencies");
+    if (n > room)
+        return tkvi_no_room(r, line, "the program's room for rope.frequencies is ", room, n,
+                            " or more (tkv_config_room)");
+    if (!n && was->rope.frequencies && cfg->rope.dim > was->rope.dim)
+        return tkvi_no_room(r, tkvi_line_of(r, "rope.dim"), "rope.dim is ", cfg->rope.dim, was->rope.dim,
+                            " or less, as the program has frequencies");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_config_parse(tkv_config *cfg, const tkv_config_room *room, const char *text,
+                                    size_t size, char *reason, size_t reason_size) {
+    tkvi_parser r;
+    tkv_config full;
+    tkv_status st;
+    int i;
+    if (reason && reason_size) *reason = 0;
+    if (!cfg || !text) return TKV_ERR_ARG;
+    full = *cfg;
+    tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &full, text, size, reason, reason_size);
+    r.room = room;
+    st = tkvi_parse_all(&r, TKVI_CHECK);
+    if (!st) st = tkvi_check_frequencies(&r, &full, cfg);
+    for (i = 0; i < TKVI_ARRAYS && !st; i++) st = tkvi_check_array(&r, &tkvi_arrays[i], &full, cfg);
+    if (st) return st;
+    for (i = 0; i < TKVI_ARRAYS; i++) {
+        const tkvi_array *a = &tkvi_arrays[i];
+        void *list;
+        if (!r.highest[a->group]) continue;
+        r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
+        memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
+        memcpy((char *)&full + a->at, &list, sizeof list);
+    }
+    st = tkvi_parse_all(&r, TKVI_BEGIN);
+    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
+    if (!st) *cfg = full;
+    return st;
+}
+
+TKV_API tkv_status tkv_policy_parse(tkv_policy_config *cfg, const char *text, size_t size, char *reason,
+                                    size_t reason_size) {
+    tkvi_parser r;
+    tkv_policy_config full;
+    tkv_status st;
+    if (reason && reason_size) *reason = 0;
+    if (!cfg || !text) return TKV_ERR_ARG;
+    full = *cfg;
+    tkvi_parse_begin(&r, &tkvi_policy_fields, 1, &full, text, size, reason, reason_size);
+    st = tkvi_parse_all(&r, TKVI_CHECK);
+    if (!st) st = tkvi_parse_all(&r, TKVI_BEGIN);
+    if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
+    if (!st) *cfg = full;
+    return st;
+}
+
+/* >>writing */
+static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const char *name) {
+    if (o->json && o->more) tkvi_print(o, ",");
+    if (o->json) tkvi_print(o, o->json == 1 ? "\n  \"" : o->more ? " \"" : "\"");
+    o->more = 1;
+    if (g && g->name) tkvi_print(o, g->name);
+    if (g && g->most) {
+        tkvi_print(o, "[");
+        tkvi_print_int(o, index);
+        tkvi_print(o, "]");
+    }
+    if (g && g->name) tkvi_print(o, ".");
+    tkvi_print(o, name);
+    tkvi_print(o, o->json ? "\": " : " = ");
+}
+
+/* The fields of one struct that are not zero. */
+static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, const void *base) {
+    int i;
+    size_t k;
+    for (i = 0; i < g->n_rows; i++) {
+        const tkvi_row *row = &g->row[i];
+        const uint8_t *at = (const uint8_t *)base + (size_t)index * g->stride + row->offset;
+        for (k = 0; k < row->size && !at[k]; k++) continue;
+        if (k == row->size || !tkvi_kinds[row->kind].write) continue;
+        tkvi_print_key(o, g, index, row->name);
+        tkvi_kinds[row->kind].write(row, at, o);
+        if (!o->json) tkvi_print(o, "\n");
+    }
+}
+
+static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
+    int g, i, n;
+    if (o->json) tkvi_print(o, "{");
+    for (g = 0; g < TKVI_CONFIG_FIELDS; g++) {
+        const tkvi_fields *fields = &tkvi_config_fields[g];
+        const void *part = (const char *)cfg + fields->offset;
+        n = tkvi_max(1, fields->most);
+        for (i = 0; i < TKVI_ARRAYS; i++) {
+            if (tkvi_arrays[i].group != g) continue;
+            part = tkvi_member_pointer(cfg, tkvi_arrays[i].at);
+            n = part ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
+        }
+        if (n < 0 || n > tkvi_max(1, fields->most)) o->bad = TKV_ERR_CONFIG;
+        for (i = 0; i < n && !o->bad; i++) tkvi_write_fields(o, fields, i, part);
+    }
+    if (o->json) tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
+}
+
+static void tkvi_config_text(tkvi_out *o, const void *what) {
+    tkvi_write_config(o, (const tkv_config *)what);
+}
+
+static void tkvi_config_json(tkvi_out *o, const void *what) {
+    o->json = 1;
+    tkvi_write_config(o, (const tkv_config *)what);
+}
+
+static void tkvi_policy_text(tkvi_out *o, const void *what) {
+    tkvi_write_fields(o, &tkvi_policy_fields, 0, what);
+}
+
+static void tkvi_policy_json(tkvi_out *o, const void *what) {
+    o->json = 1;
+    tkvi_print(o, "{");
+    tkvi_policy_text(o, what);
+    tkvi_print(o, "\n}\n");
+}
+
+TKV_API tkv_status tkv_config_print(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
+    if (!cfg) return TKV_ERR_ARG;
+    return tkvi_write_text(json ? tkvi_config_json : tkvi_config_text, cfg, buf, size, needed);
+}
+
+TKV_API tkv_status tkv_policy_print(const tkv_policy_config *cfg, int json, char *buf, size_t size,
+                                    size_t *needed) {
+    if (!cfg) return TKV_ERR_ARG;
+    return tkvi_write_text(json ? tkvi_policy_json : tkvi_policy_text, cfg, buf, size, needed);
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_REPORT_TEXT_H */

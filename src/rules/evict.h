@@ -1,0 +1,284 @@
+/*
+ * rules/evict.h - which tokens of a layer to drop. Policies are rows of a table: a name, what they must see, what
+ * they protect, and a function that scores all tokens; the lowest scores go, in one selection. No memory of its own,
+ * no cache.
+ *
+ *     slots      0 1 2 3 4 5 6 7 8 9      keep 5, 2 sinks, 2 recent
+ *     may go         x x x x x x          neither protected, pinned nor gone already
+ *     score      . . 4 1 3 9 2 5 . .      5 of these 6 are too many: the lowest 5 go, of equal ones the older
+ *     victims    0 0 1 1 1 0 1 1 0 0
+ *
+ * To add a policy:
+ *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
+ *   2. name it in tkv_evict_kind (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
+ *      (report/text.h); include the file here and list it in tieredkv.h.
+ * Nothing else has to know it: cache, config and tests go through the table. What it needs of attention the row says,
+ * and reclaim/scores.h gathers. All see a layer's heads as one, so that a token goes from all of them (the papers
+ * select per head): what comes from heads is sums or means over them. May call the policies' files.
+ */
+#ifndef TKVI_RULES_EVICT_H
+#define TKVI_RULES_EVICT_H
+
+#include "rules/evict_sliding.h"
+#include "rules/evict_h2o.h"
+#include "rules/evict_tova.h"
+#include "rules/evict_knorm.h"
+#include "rules/evict_keydiff.h"
+#include "rules/evict_scissorhands.h"
+#include "rules/evict_snapkv.h"
+#include "rules/evict_pyramidkv.h"
+#include "rules/evict_random.h"
+#include "rules/evict_given.h"
+
+/* >>the table, in the order of tkv_evict_kind */
+static const tkvi_evict_row *const tkvi_evict_rows[TKV_EVICT_KINDS] = {
+    &tkvi_evict_none,         &tkvi_evict_sliding, &tkvi_evict_h2o,    &tkvi_evict_snapkv,
+    &tkvi_evict_pyramidkv,    &tkvi_evict_tova,    &tkvi_evict_knorm,  &tkvi_evict_keydiff,
+    &tkvi_evict_scissorhands, &tkvi_evict_fifo,    &tkvi_evict_random, &tkvi_evict_scores,
+    &tkvi_evict_user};
+
+static const tkvi_evict_row *tkvi_evict_row_of(tkv_evict_kind kind) {
+    return (int)kind >= 0 && (int)kind < TKV_EVICT_KINDS ? tkvi_evict_rows[kind] : NULL;
+}
+
+TKV_API const char *tkv_evict_name(tkv_evict_kind kind) {
+    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
+    return row ? row->name : NULL;
+}
+
+TKV_API tkv_status tkv_evict_from_name(const char *name, tkv_evict_kind *kind) {
+    int i;
+    for (i = 0; name && kind && i < TKV_EVICT_KINDS; i++)
+        if (strcmp(name, tkvi_evict_rows[i]->name) == 0) {
+            *kind = (tkv_evict_kind)i;
+            return TKV_OK;
+        }
+    return TKV_ERR_ARG;
+}
+
+TKV_API int tkv_evict_needs(tkv_evict_kind kind) {
+    const tkvi_evict_row *row = tkvi_evict_row_of(kind);
+    return row ? row->needs : 0;
+}
+
+/* A length of the config's: its own, none, or the default. -2: it is no length. */
+static int tkvi_evict_length(int given, int otherwise) {
+    if (given == TKV_NONE) return 0;
+    return given == 0 ? otherwise : given < 0 ? -2 : given;
+}
+
+/* The config with its defaults, or NULL. */
+static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
+    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->kind) : NULL;
+    if (!row) return NULL;
+    *cfg = *from;
+    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
+    cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
+    cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
+    cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
+    if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
+    if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
+    if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
+    return cfg->kind == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+}
+
+static int tkvi_view_is_sound(const tkv_evict_view *v) {
+    int i, last = -1;
+    if (!v || v->n < 0 || v->n >= 1 << 30) return 0;
+    for (i = 0; v->position && i < v->n; i++) {
+        if (!tkvi_is_alive(v, i)) continue;
+        if (v->position[i] <= last) return 0;
+        last = v->position[i];
+    }
+    return 1;
+}
+
+static int tkvi_view_has(const tkv_evict_view *v, int needs) {
+    const void *what[6];
+    int i;
+    what[0] = v->mass;
+    what[1] = v->observed;
+    what[2] = v->last;
+    what[3] = v->norms;
+    what[4] = v->keys;
+    what[5] = v->lows;
+    for (i = 0; i < 6; i++)
+        if ((needs >> i & 1) && !what[i]) return 0;
+    if ((needs & TKV_EVICT_NEEDS_SCORES) && !v->scores) return 0;
+    return !(needs & TKV_EVICT_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+}
+
+TKV_API tkv_status tkv_evict_score(const tkv_evict_config *cfg, const tkv_evict_view *view, float *score) {
+    tkv_evict_config full;
+    const tkvi_evict_row *row = tkvi_evict_fill(cfg, &full);
+    int i;
+    if (!row) return TKV_ERR_CONFIG;
+    if (!tkvi_view_is_sound(view) || (view->n > 0 && (!score || !tkvi_view_has(view, row->needs))))
+        return TKV_ERR_ARG;
+    row->score(&full, view, full.recent_tokens, score);
+    for (i = 0; i < view->n; i++) {
+        if (!tkvi_is_alive(view, i)) score[i] = 0.0f;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+    }
+    return TKV_OK;
+}
+
+/* >>selection */
+/* Sinks and recent tokens within the budget: the newest first of all, then the sinks, then the other recent ones. */
+static void tkvi_evict_protect(const tkv_evict_config *cfg, int asked, int sinks, int keep,
+                               tkv_evict_result *r) {
+    int recent = cfg->recent_tokens;
+    r->sinks = tkvi_max(0, tkvi_min(sinks, keep - (recent > 0)));
+    if (asked == 0) recent = tkvi_min(recent, tkvi_max(1, (keep - r->sinks) / 2));
+    r->recent = tkvi_max(0, tkvi_min(recent, keep - r->sinks));
+}
+
+TKV_API tkv_status tkv_evict_select(const tkv_evict_config *cfg, const tkv_evict_view *view,
+                                    const float *score, int keep, uint64_t *victims, tkv_evict_result *out) {
+    tkv_evict_config full;
+    tkv_evict_result r;
+    tkvi_ranks ranks;
+    uint64_t limit = 0, word = 0;
+    int i, n, alive = 0, sinks = 0, may_go = 0, go, equal = 0, older;
+    if (!tkvi_evict_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    if (keep < 0 || !tkvi_view_is_sound(view) || (view->n > 0 && (!score || !victims))) return TKV_ERR_ARG;
+    n = view->n;
+    for (i = 0; i < n; i++)
+        if (tkvi_is_alive(view, i)) {
+            if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+            alive++;
+            sinks += tkvi_position_of(view, i) < full.sink_tokens;
+        }
+    if (full.kind == TKV_EVICT_NONE && alive > keep) return TKV_ERR_BUDGET;
+    memset(&r, 0, sizeof r);
+    tkvi_evict_protect(&full, cfg->recent_tokens, sinks, keep, &r);
+    for (i = 0; i < tkvi_words(n); i++) victims[i] = 0; /* at first: what may not go */
+    for (i = 0, older = 0; i < n; i++) {
+        const int there = tkvi_is_alive(view, i), pinned = view->pinned && tkvi_has(view->pinned, i);
+        if (!there || pinned || older < r.sinks || older >= alive - r.recent) tkvi_mark(victims, i);
+        else may_go++;
+        older += there;
+    }
+    go = tkvi_max(0, tkvi_min(alive - keep, may_go));
+    memset(&ranks, 0, sizeof ranks);
+    ranks.n = n;
+    ranks.score = score;
+    ranks.priority = view->priority;
+    ranks.without = victims;
+    if (go > 0) limit = tkvi_select(&ranks, go, &equal);
+    for (i = 0; i < n; i++) { /* a word is written when all of it has been read */
+        if (go > 0 && tkvi_takes_part(&ranks, i)) {
+            const uint64_t rank = tkvi_rank(&ranks, i);
+            if (rank < limit || (rank == limit && equal-- > 0)) word |= (uint64_t)1 << (i & 63);
+        }
+        if ((i & 63) == 63 || i == n - 1) {
+            victims[i >> 6] = word;
+            word = 0;
+        }
+    }
+    r.evicted = go;
+    r.kept = alive - go;
+    r.over = tkvi_max(0, r.kept - keep);
+    if (out) *out = r;
+    return TKV_OK;
+}
+
+TKV_API int tkv_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
+    tkv_evict_config full;
+    int64_t limit, due;
+    int batch;
+    if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
+    limit = (int64_t)((double)full.trigger * budget + .5);
+    due = (int64_t)n + incoming - limit;
+    if (due <= 0) return 0;
+    batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
+    due = due > batch ? due : batch;
+    return due < n ? (int)due : n;
+}
+
+/* >>what to do with the bits */
+TKV_API int tkv_evict_list(const uint64_t *mask, int n, int *out) {
+    int i, found = 0;
+    if (n > 0 && (!mask || !out)) return 0;
+    for (i = 0; i < n; i++)
+        if (tkvi_has(mask, i)) out[found++] = i;
+    return found;
+}
+
+TKV_API int tkv_evict_compact(const uint64_t *victims, int n, void *array, size_t size) {
+    char *at = (char *)array;
+    int i, kept = 0;
+    if (n > 0 && (!victims || !array)) return 0;
+    for (i = 0; i < n; i++) {
+        if (tkvi_has(victims, i)) continue;
+        if (kept < i) memcpy(at + (size_t)kept * size, at + (size_t)i * size, size);
+        kept++;
+    }
+    return kept;
+}
+
+/* >>budgets of layers: lines (rules/evict_policy.h) in the order of tkv_evict_shape, what they leave over shared out */
+static int64_t tkvi_line_at(const tkvi_line *line, int l) { return line->first - l * line->fall; }
+
+static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
+    tkvi_line line;
+    line.base = 0;
+    line.first = b->total * b->n_layers;
+    line.fall = b->total;
+    line.whole = (int64_t)b->n_layers * (b->n_layers + 1) / 2;
+    return line;
+}
+
+static const tkvi_evict_line tkvi_evict_lines[] = {tkvi_line_uniform, tkvi_line_pyramid, tkvi_line_linear};
+
+/* Layers whose remainder is at least r. */
+static int tkvi_line_count(const tkvi_line *line, int n_layers, int64_t r) {
+    int l, count = 0;
+    for (l = 0; l < n_layers; l++) count += tkvi_line_at(line, l) % line->whole >= r;
+    return count;
+}
+
+TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
+    tkv_evict_budget full;
+    tkvi_line line;
+    int64_t left, low = 0, high;
+    int l, last, more;
+    if (!b || !out || (int)b->shape < 0 || b->shape > TKV_EVICT_LINEAR) return TKV_ERR_ARG;
+    full = *b;
+    full.window = tkvi_evict_length(b->window, 8);
+    full.beta = b->beta ? b->beta : 20;
+    if (full.n_layers < 1 || full.n_layers > 4096 || full.window < 0 || full.beta < 1 || full.beta > 100)
+        return TKV_ERR_ARG;
+    if (full.n_tokens < 0 || full.n_tokens >= 1 << 30 || full.window >= 1 << 30 || full.total < 0)
+        return TKV_ERR_ARG;
+    if (full.total > full.n_layers * (int64_t)((1 << 30) - 1)) return TKV_ERR_ARG;
+    if (full.shape == TKV_EVICT_LINEAR && full.total < full.n_layers) return TKV_ERR_ARG;
+    line = tkvi_evict_lines[full.shape](&full);
+    left = full.total;
+    for (l = 0; l < full.n_layers; l++) {
+        const int64_t whole = line.base + tkvi_line_at(&line, l) / line.whole;
+        if (whole >= 1 << 30) return TKV_ERR_ARG; /* of the linear shape's first layers */
+        left -= whole;
+    }
+    for (l = 0; l < full.n_layers; l++) out[l] = (int)(line.base + tkvi_line_at(&line, l) / line.whole);
+    high = line.whole; /* the least remainder that at most `left` layers reach: by bisection */
+    while (low < high) {
+        const int64_t mid = low + (high - low) / 2;
+        if (tkvi_line_count(&line, full.n_layers, mid) <= left) high = mid;
+        else low = mid + 1;
+    }
+    more = (int)left - tkvi_line_count(&line, full.n_layers, low); /* of those just below, the first */
+    for (l = 0; l < full.n_layers; l++) {
+        const int64_t r = tkvi_line_at(&line, l) % line.whole;
+        if (r >= low || (r == low - 1 && more-- > 0)) out[l]++;
+    }
+    for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
+        while (last + 1 < l && out[last + 1] == out[0]) last++; /* the last of the largest gives one */
+        while (last > 0 && out[last] < out[0]) last--;
+        out[last]--;
+        out[l]++;
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_RULES_EVICT_H */

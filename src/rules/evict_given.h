@@ -1,0 +1,27 @@
+/*
+ * rules/evict_given.h - scores of the caller's: "scores" are there for all tokens, such as those of
+ * tkv_importance_read or KVzip (arXiv 2505.23416); "user" asks cfg.scorer for one after the other.
+ */
+#ifndef TKVI_RULES_EVICT_GIVEN_H
+#define TKVI_RULES_EVICT_GIVEN_H
+
+#include "rules/evict_policy.h"
+
+static void tkvi_score_given(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->scores, 1.0f, out);
+}
+
+static void tkvi_score_user(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    int i;
+    (void)recent;
+    for (i = 0; i < v->n; i++)
+        if (tkvi_is_alive(v, i)) out[i] = cfg->scorer(cfg->user, v, i);
+}
+
+static const tkvi_evict_row tkvi_evict_scores = {"scores",          TKV_EVICT_NEEDS_SCORES, 4, 32, 0,
+                                                 TKV_EVICT_UNIFORM, tkvi_score_given};
+static const tkvi_evict_row tkvi_evict_user = {"user", 0, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_user};
+
+#endif /* TKVI_RULES_EVICT_GIVEN_H */

@@ -1,0 +1,22 @@
+/*
+ * rules/evict_h2o.h - heavy hitters (H2O, arXiv 2306.14048, section 4): what got least attention since it came goes.
+ *
+ *     score of token i = sum over queries j from i on, and heads h, of p_h(j, i)
+ *
+ * The recent ones are protected: they had no time to get any.
+ */
+#ifndef TKVI_RULES_EVICT_H2O_H
+#define TKVI_RULES_EVICT_H2O_H
+
+#include "rules/evict_policy.h"
+
+static void tkvi_score_mass(const tkv_evict_config *cfg, const tkv_evict_view *v, int recent, float *out) {
+    (void)cfg;
+    (void)recent;
+    tkvi_score_copy(v, v->mass, 1.0f, out);
+}
+
+static const tkvi_evict_row tkvi_evict_h2o = {
+    "h2o", TKV_EVICT_NEEDS_MASS, 4, 32, 0, TKV_EVICT_UNIFORM, tkvi_score_mass};
+
+#endif /* TKVI_RULES_EVICT_H2O_H */

@@ -1,0 +1,292 @@
+/*
+ * rules/importance.h - how much each token matters, from the attention it got and its age; and which tokens deserve a
+ * dearer tier. Strategies are rows of a table, in the manner of akv-cache. No memory of its own, no cache. May call
+ * policy and select.
+ *
+ *     mass      .2 . . . .1 . . .        a token's A is multiplied only when something comes to it:
+ *     A         .2       .2 * decay^4 + .1
+ */
+#ifndef TKVI_RULES_IMPORTANCE_H
+#define TKVI_RULES_IMPORTANCE_H
+
+#include "rules/pressure.h"
+#include "rules/select.h"
+
+/* >>what a step's mass does to A, which has been decayed */
+static double tkvi_gather_sum(double a, double mass, double low) {
+    (void)low;
+    return a + mass;
+}
+
+static double tkvi_gather_most(double a, double mass, double low) {
+    (void)low;
+    return a > mass ? a : mass;
+}
+
+static double tkvi_gather_lows(double a, double mass, double low) { return a - (mass < low ? 1.0 : 0.0); }
+
+typedef struct tkvi_strategy {
+    const char *name;
+    double (*gather)(double a, double mass, double low);
+    float decay, attention, recency;
+} tkvi_strategy;
+
+static const tkvi_strategy tkvi_strategies[] = {
+    {"hybrid", tkvi_gather_sum, .95f, .7f, .3f},          {"accumulation", tkvi_gather_sum, 1.0f, 1.0f, 0.0f},
+    {"heavy_hitter", tkvi_gather_most, 1.0f, 1.0f, 0.0f}, {"recency", tkvi_gather_sum, 1.0f, 0.0f, 1.0f},
+    {"persistence", tkvi_gather_lows, 1.0f, 1.0f, 0.0f},
+};
+
+static const tkvi_strategy *tkvi_strategy_of(tkv_importance_strategy s) {
+    return (int)s >= 0 && (int)s < TKV_IMPORTANCE_STRATEGIES ? &tkvi_strategies[s] : NULL;
+}
+
+TKV_API const char *tkv_importance_name(tkv_importance_strategy strategy) {
+    const tkvi_strategy *s = tkvi_strategy_of(strategy);
+    return s ? s->name : NULL;
+}
+
+/* The config with its defaults, or NULL. */
+static const tkvi_strategy *tkvi_importance_fill(const tkv_importance_config *from,
+                                                 tkv_importance_config *cfg) {
+    const tkvi_strategy *s;
+    memset(cfg, 0, sizeof *cfg);
+    if (from) *cfg = *from;
+    s = tkvi_strategy_of(cfg->strategy);
+    if (!s || (int)cfg->heads < 0 || cfg->heads > TKV_IMPORTANCE_SUM) return NULL;
+    cfg->decay = tkvi_or(cfg->decay, s->decay);
+    cfg->attention = tkvi_or(cfg->attention, s->attention);
+    cfg->recency = tkvi_or(cfg->recency, s->recency);
+    cfg->tau = tkvi_or(cfg->tau, 64.0f);
+    return tkvi_within(cfg->decay, 1e-30f, 1.0f) && tkvi_within(tkvi_number(cfg->attention), 0.0f, 1e6f) &&
+                   tkvi_within(tkvi_number(cfg->recency), 0.0f, 1e6f) &&
+                   tkvi_within(cfg->tau, 1.0f, 1073741824.0f) && tkvi_within(cfg->low, 0.0f, 1e30f)
+               ? s
+               : NULL;
+}
+
+/* x^n by squaring: products alone, which round alike everywhere; nothing for the usual n of 1. 0 <= x <= 1. */
+static double tkvi_power(double x, int n) {
+    double y = 1.0;
+    for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
+        if (n & 1) y = tkvi_f64(y * x);
+        if (y < 1e-200) return 0.0; /* before numbers become subnormal, which some flags flush */
+        if (x < 1e-200 && n > 1) return 0.0;
+    }
+    return y;
+}
+
+TKV_API tkv_status tkv_importance_add(const tkv_importance_config *cfg, tkv_importance *tokens,
+                                      const float *mass, int n, int now) {
+    tkv_importance_config full;
+    const tkvi_strategy *s;
+    double low;
+    int i;
+    if (n < 0 || now < 0 || (n > 0 && (!tokens || !mass))) return TKV_ERR_ARG;
+    s = tkvi_importance_fill(cfg, &full);
+    if (!s) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_within(mass[i], 0.0f, FLT_MAX)) return TKV_ERR_NONFINITE;
+        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
+        if (tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
+    }
+    low = (double)tkvi_or(full.low, n > 0 ? 1.0f / (float)n : 0.0f);
+    for (i = 0; i < n; i++) {
+        const double old = (double)tokens[i].attention;
+        const double a = tkvi_f64(old * tkvi_power((double)full.decay, now - tokens[i].step));
+        const double sum = s->gather(a, (double)mass[i], low);
+        tokens[i].attention = sum > (double)FLT_MAX ? FLT_MAX : (float)sum;
+        tokens[i].step = now;
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_importance_read(const tkv_importance_config *cfg, const tkv_importance *tokens,
+                                       const int *position, int n, int now, float *out) {
+    tkv_importance_config full;
+    double fade;
+    int i;
+    if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    full.attention = tkvi_number(full.attention);
+    full.recency = tkvi_number(full.recency);
+    for (i = 0; i < n; i++) {
+        const int at = position ? position[i] : i;
+        if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
+        if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
+    }
+    fade = exp(-1.0 / (double)full.tau);
+    for (i = 0; i < n; i++) {
+        const double decayed = tkvi_power((double)full.decay, now - tokens[i].step);
+        const double a = tkvi_f64((double)full.attention * (double)tokens[i].attention) * decayed;
+        const double age = full.recency > 0.0f ? tkvi_power(fade, now - (position ? position[i] : i)) : 0.0;
+        const double sum = a + (double)full.recency * age;
+        out[i] = sum > (double)FLT_MAX ? FLT_MAX : sum < -(double)FLT_MAX ? -FLT_MAX : (float)sum;
+    }
+    return TKV_OK;
+}
+
+/* >>heads */
+TKV_API tkv_status tkv_importance_aggregate(tkv_importance_heads how, const float *weights, ptrdiff_t stride,
+                                            int n_heads, int n, float *out) {
+    int h, i;
+    if (n < 0 || n_heads < 1 || (n > 0 && (!weights || !out)) || (int)how < 0 || how > TKV_IMPORTANCE_SUM)
+        return TKV_ERR_ARG;
+    if (stride == 0) stride = n;
+    for (i = 0; i < n; i++) out[i] = weights[i];
+    for (h = 1; h < n_heads; h++) {
+        const float *w = weights + h * stride;
+        if (how == TKV_IMPORTANCE_MAX)
+            for (i = 0; i < n; i++) out[i] = w[i] > out[i] ? w[i] : out[i];
+        else
+            for (i = 0; i < n; i++) out[i] += w[i];
+    }
+    if (how == TKV_IMPORTANCE_MEAN)
+        for (i = 0; i < n; i++) out[i] /= (float)n_heads;
+    return TKV_OK;
+}
+
+/* Quest (arXiv 2406.10774): each channel's product is largest at one of its two ends. */
+TKV_API float tkv_importance_bound(const float *q, const float *low, const float *high, int head_dim) {
+    double sum = 0.0;
+    int c;
+    if (!q || !low || !high) return 0.0f;
+    for (c = 0; c < head_dim; c++) sum += (double)q[c] * (double)(q[c] < 0.0f ? low[c] : high[c]);
+    return (float)sum;
+}
+
+/* >>the best */
+/* Before: i is better than j, or as good and older. */
+static int tkvi_before(const tkvi_ranks *r, int i, int j) {
+    const uint64_t a = tkvi_rank(r, i), b = tkvi_rank(r, j);
+    return a < b || (a == b && i < j);
+}
+
+/* A heap with the worst at the top: out[at] sinks to its place. */
+static void tkvi_sink(const tkvi_ranks *r, int *out, int n, int at) {
+    for (;;) {
+        int child = 2 * at + 1, keep;
+        if (child >= n) return;
+        if (child + 1 < n && tkvi_before(r, out[child], out[child + 1])) child++;
+        if (tkvi_before(r, out[child], out[at])) return;
+        keep = out[at];
+        out[at] = out[child];
+        out[child] = keep;
+        at = child;
+    }
+}
+
+TKV_API tkv_status tkv_importance_top(const float *score, const uint64_t *without, int n, int k, int *out,
+                                      int *count) {
+    tkvi_ranks r;
+    uint64_t last = 0;
+    int i, equal = 0, found = 0, there = 0;
+    if (n < 0 || n >= 1 << 30 || k < 0 || !count || (n > 0 && (!score || (k > 0 && !out))))
+        return TKV_ERR_ARG;
+    memset(&r, 0, sizeof r);
+    r.n = n;
+    r.score = score;
+    r.without = without;
+    r.turn = 0xffffffffu;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_takes_part(&r, i)) continue;
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        there++;
+    }
+    k = tkvi_min(k, there);
+    *count = k;
+    if (k > 0) last = tkvi_select(&r, k, &equal);
+    for (i = 0; i < n && found < k; i++) {
+        uint64_t rank;
+        if (!tkvi_takes_part(&r, i)) continue;
+        rank = tkvi_rank(&r, i);
+        if (rank < last || (rank == last && equal-- > 0)) out[found++] = i;
+    }
+    for (i = k / 2; i-- > 0;) tkvi_sink(&r, out, k, i);
+    for (i = k; i-- > 1;) {
+        const int worst = out[0];
+        out[0] = out[i];
+        out[i] = worst;
+        tkvi_sink(&r, out, i, 0);
+    }
+    return TKV_OK;
+}
+
+/* >>promotion: candidates are offered one by one, the best that may come stay in a short list, the worst falls off its
+ * end */
+typedef struct tkvi_promoting {
+    float threshold;
+    int now, cooldown, room, found;
+    int out[TKV_IMPORTANCE_PER_STEP]; /* in order: the best first, of equal ones what was offered first */
+    float score[TKV_IMPORTANCE_PER_STEP];
+    int waiting, no_source; /* above the threshold, but not now; but nothing better is kept */
+} tkvi_promoting;
+
+static int tkvi_promoting_begin(tkvi_promoting *b, const tkv_importance_promotion *p, int now) {
+    const int per_step = p->cfg.per_step ? p->cfg.per_step : 8;
+    memset(b, 0, sizeof *b);
+    b->threshold = tkvi_number(tkvi_or(p->cfg.threshold, .05f));
+    b->cooldown = p->cfg.cooldown == TKV_NONE ? 0 : p->cfg.cooldown ? p->cfg.cooldown : 4;
+    b->now = now;
+    b->room = tkvi_max(0, per_step - (now > p->step ? 0 : p->used));
+    return tkvi_is_finite(b->threshold) && per_step >= 1 && per_step <= TKV_IMPORTANCE_PER_STEP &&
+           b->cooldown >= 0;
+}
+
+/* moved: its last step, or TKV_NONE. */
+static void tkvi_promoting_offer(tkvi_promoting *b, int i, float score, int source, int moved) {
+    int j;
+    if (score < b->threshold) return;
+    if (!source) {
+        b->no_source++;
+        return;
+    }
+    if ((moved != TKV_NONE && b->now - moved < b->cooldown) || b->room == 0 ||
+        (b->found == b->room && score <= b->score[b->found - 1])) {
+        b->waiting++;
+        return;
+    }
+    if (b->found == b->room) b->waiting++;
+    else b->found++;
+    for (j = b->found - 1; j > 0 && score > b->score[j - 1]; j--) {
+        b->out[j] = b->out[j - 1];
+        b->score[j] = b->score[j - 1];
+    }
+    b->out[j] = i;
+    b->score[j] = score;
+}
+
+/* The first `done` of the list came. */
+static void tkvi_promoting_end(const tkvi_promoting *b, tkv_importance_promotion *p, int done) {
+    if (b->now > p->step) p->used = 0;
+    p->step = b->now;
+    p->used += done;
+    p->promoted += (uint64_t)done;
+    p->no_source += b->no_source > 0;
+    p->waiting += (uint64_t)(b->waiting + b->found - done);
+}
+
+TKV_API tkv_status tkv_importance_promote(tkv_importance_promotion *p, const float *score,
+                                          const uint64_t *source, int *moved, int n, int now, int *out,
+                                          int *count) {
+    tkvi_promoting best;
+    int i;
+    if (!p || n < 0 || now < 0 || now < p->step || p->used < 0 || !count ||
+        (n > 0 && (!score || !moved || !out)))
+        return TKV_ERR_ARG;
+    if (!tkvi_promoting_begin(&best, p, now)) return TKV_ERR_CONFIG;
+    for (i = 0; i < n; i++) {
+        if (!tkvi_is_finite(score[i])) return TKV_ERR_NONFINITE;
+        if (moved[i] < TKV_NONE || moved[i] > now) return TKV_ERR_ARG;
+    }
+    for (i = 0; i < n; i++) tkvi_promoting_offer(&best, i, score[i], source && tkvi_has(source, i), moved[i]);
+    for (i = 0; i < best.found; i++) {
+        out[i] = best.out[i];
+        moved[out[i]] = now;
+    }
+    tkvi_promoting_end(&best, p, best.found);
+    *count = best.found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_RULES_IMPORTANCE_H */

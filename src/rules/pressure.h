@@ -1,0 +1,179 @@
+/*
+ * rules/pressure.h - the pressure controller: from a stream of pressures (bytes held over bytes allowed) to a level
+ * of an ordered ladder, 0 the loosest. It owns no memory and knows no cache.
+ *
+ *     pressure     .5 .7 .9 1. 1. .9 .6 .3        each observation moves the average by alpha
+ *     average   -> tighten while it is at or above the next threshold
+ *               -> relax one level while it is below the present threshold less the hysteresis
+ *
+ * One lock guards a controller's numbers, so that counters always fit the level; without atomics (neither gcc nor
+ * clang) a controller belongs to one thread. May call base.
+ */
+#ifndef TKVI_RULES_PRESSURE_H
+#define TKVI_RULES_PRESSURE_H
+
+#include "core/base.h"
+
+typedef struct tkvi_profile {
+    const char *name;
+    tkv_policy_config cfg;
+} tkvi_profile;
+
+static const tkvi_profile tkvi_profiles[] = {
+    {"default", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 2}},
+    {"fp16_only", {{.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_NONE}},
+    {"aggressive", {{.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 2}},
+};
+
+TKV_API tkv_status tkv_policy_profile(tkv_policy_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; cfg && name && i < sizeof tkvi_profiles / sizeof *tkvi_profiles; i++)
+        if (strcmp(name, tkvi_profiles[i].name) == 0) {
+            *cfg = tkvi_profiles[i].cfg;
+            return TKV_OK;
+        }
+    return TKV_ERR_ARG;
+}
+
+/* Levels above 0 that the thresholds give. */
+static int tkvi_policy_levels(const tkv_policy_config *cfg) {
+    int n = 0;
+    while (n < TKV_MAX_LEVELS - 1 && tkvi_bits(cfg->threshold[n]) != 0) n++;
+    return n;
+}
+
+/* In [low, high]; by bits, so that a NaN is not, under -ffast-math either. */
+static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
+
+/* The config with its defaults filled in, or what is wrong with it. */
+static const char *tkvi_policy_fill(const tkv_policy_config *from, tkv_policy_config *cfg) {
+    int i, n, any = 0;
+    *cfg = *from;
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
+    if (!any) {
+        cfg->threshold[0] = tkvi_profiles[0].cfg.threshold[0];
+        cfg->threshold[1] = tkvi_profiles[0].cfg.threshold[1];
+    }
+    if (tkvi_bits(cfg->hysteresis) == 0) cfg->hysteresis = tkvi_profiles[0].cfg.hysteresis;
+    if (tkvi_bits(cfg->alpha) == 0) cfg->alpha = tkvi_profiles[0].cfg.alpha;
+    n = tkvi_policy_levels(cfg);
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) {
+        if (i < n ? !tkvi_within(tkvi_number(cfg->threshold[i]), 0.0f, 1.0f)
+                  : tkvi_bits(cfg->threshold[i]) != 0)
+            return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
+        if (i > 0 && i < n && cfg->threshold[i] < cfg->threshold[i - 1]) return "thresholds must rise";
+    }
+    if (!tkvi_within(cfg->alpha, 1e-6f, 1.0f)) return "alpha must be above 0 and at most 1";
+    for (i = 0; i < n - 1 && tkvi_is_named_zero(cfg->threshold[i]); i++) continue; /* the first above 0 */
+    if (!tkvi_within(tkvi_number(cfg->hysteresis), 0.0f, 1.0f) ||
+        (!tkvi_is_named_zero(cfg->threshold[i]) && cfg->hysteresis >= cfg->threshold[i]))
+        return "hysteresis must be TKV_ZERO or above 0, and below the first threshold";
+    if (cfg->max_level == 0) cfg->max_level = n;
+    if (cfg->max_level == TKV_NONE) cfg->max_level = 0;
+    if (cfg->max_level < 0 || cfg->max_level > n)
+        return "max_level must be a level, TKV_NONE or 0 for the last";
+    if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    return NULL;
+}
+
+/* The pressure at which level i + 1 begins. */
+static float tkvi_threshold(const tkv_policy_config *cfg, int i) { return tkvi_number(cfg->threshold[i]); }
+
+/* The pressure below which a cache at level i + 1 relaxes. */
+static float tkvi_relax_below(const tkv_policy_config *cfg, int i) {
+    return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
+}
+
+static int tkvi_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    int n = tkvi_policy_levels(cfg), had = level;
+    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
+    return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
+}
+
+TKV_API int tkv_policy_target(const tkv_policy_config *cfg, float average, int level) {
+    tkv_policy_config full;
+    if (!cfg || tkvi_policy_fill(cfg, &full)) return 0;
+    level = tkvi_max(full.min_level, tkvi_min(full.max_level, level));
+    return tkvi_is_finite(average) ? tkvi_policy_target(&full, average, level) : level;
+}
+
+/* >>the controller */
+TKV_API tkv_status tkv_policy_init(tkv_policy *p, const tkv_policy_config *cfg, const char **reason) {
+    tkv_policy_config none, full;
+    const char *wrong;
+    memset(&none, 0, sizeof none);
+    if (reason) *reason = "";
+    if (!p) return TKV_ERR_ARG;
+    wrong = tkvi_policy_fill(cfg ? cfg : &none, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(p, 0, sizeof *p);
+    p->cfg = full;
+    p->now.level = full.min_level;
+    p->now.left = -1.0f;
+    return TKV_OK;
+}
+
+/* The averages take one more pressure, a number; the level stays. */
+static void tkvi_policy_take(tkv_policy *p, float pressure) {
+    tkv_policy_info *now = &p->now;
+    const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
+    const float step = now->samples ? x - now->last : 0.0f;
+    now->average = now->samples ? now->average + a * (x - now->average) : x;
+    now->trend += a * (step - now->trend);
+    now->last = x;
+    now->peak = x > now->peak ? x : now->peak;
+    now->left = now->trend > 1e-9f ? (1.0f - x) / now->trend : -1.0f;
+    now->samples++;
+}
+
+static void tkvi_policy_move(tkv_policy_info *now, int level) {
+    if (level > now->level) now->tightened += (uint64_t)(level - now->level);
+    else now->relaxed += (uint64_t)(now->level - level);
+    now->level = level;
+}
+
+/* For a cache, which decides itself when it follows: where the policy would go, and that it went there. */
+static int tkvi_policy_sample(tkv_policy *p, float pressure, int level) {
+    tkvi_policy_take(p, pressure);
+    return tkvi_policy_target(&p->cfg, p->now.average, level);
+}
+
+TKV_API int tkv_policy_observe(tkv_policy *p, float pressure) {
+    tkv_policy_info *now;
+    int level;
+    if (!p) return 0;
+    now = &p->now;
+    tkvi_lock(&p->lock);
+    if (!tkvi_is_finite(pressure)) {
+        now->refused++;
+    } else {
+        tkvi_policy_take(p, pressure);
+        tkvi_policy_move(now, tkvi_policy_target(&p->cfg, now->average, now->level));
+    }
+    level = now->level;
+    tkvi_unlock(&p->lock);
+    return level;
+}
+
+TKV_API tkv_status tkv_policy_read(tkv_policy *p, tkv_policy_info *out) {
+    if (!p || !out) return TKV_ERR_ARG;
+    tkvi_lock(&p->lock);
+    *out = p->now;
+    tkvi_unlock(&p->lock);
+    return TKV_OK;
+}
+
+TKV_API void tkv_policy_reset(tkv_policy *p) {
+    if (!p) return;
+    tkvi_lock(&p->lock);
+    memset(&p->now, 0, sizeof p->now);
+    p->now.level = p->cfg.min_level;
+    p->now.left = -1.0f;
+    tkvi_unlock(&p->lock);
+}
+
+#endif /* TKVI_RULES_PRESSURE_H */

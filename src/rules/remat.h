@@ -1,0 +1,181 @@
+/*
+ * rules/remat.h - what may be dropped because the caller's model can compute it again: the price in FLOPs, the
+ * decision to keep, drop or code each block, and how much comes back in a step. No memory of its own, no cache, no
+ * model. May call evict.
+ *
+ *     tokens    sinks | 0 ... 63 | 64 .. 127 | 128 . 191 | ........ | newest
+ *     price            cheapest, least likely asked for  ->  dearest
+ *     drop      never   1st        2nd         3rd ...     at least min_materialized tokens stay
+ *
+ * A block is computed from its prefix, in all layers up to the one that is wanted; so what is dropped is a run of
+ * whole blocks behind the sinks, and comes back in that order. (RuvLLM's ADR-004 has the idea; its price grew with
+ * the layer alone, its age was the position, and it asked for single tokens.)
+ */
+#ifndef TKVI_RULES_REMAT_H
+#define TKVI_RULES_REMAT_H
+
+#include "rules/evict.h"
+
+static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
+    *cfg = *from;
+    if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
+    if (cfg->n_heads < 1 || cfg->n_heads > 65536) return "n_heads must be from 1 to 65536";
+    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
+    if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
+        return "layer_params must be the weights of a layer, 1 to 1e15";
+    cfg->threshold = tkvi_or(cfg->threshold, .9f);
+    if (!tkvi_within(tkvi_number(cfg->threshold), 0.0f, 1.0f))
+        return "threshold must be above 0 and at most 1, or TKV_ZERO";
+    cfg->min_materialized = tkvi_evict_length(cfg->min_materialized, 512);
+    cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, 4);
+    if (cfg->min_materialized < 0 || cfg->sink_tokens < 0)
+        return "min_materialized and sink_tokens must be lengths, TKV_NONE or 0 for 512 and 4";
+    cfg->age_tokens = tkvi_or(cfg->age_tokens, 4096.0f);
+    if (!tkvi_within(cfg->age_tokens, 1.0f, 1e9f)) return "age_tokens must be from 1 to 1e9";
+    if (!tkvi_within((float)cfg->quantize_price, 0.0f, 1e30f))
+        return "quantize_price must be 0 to 1e30 FLOPs a byte";
+    if (tkvi_bits((float)cfg->quantize_price) == 0) cfg->quantize_price = 8.0;
+    if (!tkvi_within((float)cfg->step_flops, 0.0f, 1e30f)) return "step_flops must be 0 to 1e30";
+    return NULL;
+}
+
+TKV_API tkv_status tkv_remat_init(tkv_remat *r, const tkv_remat_config *cfg, const char **reason) {
+    tkv_remat_config full;
+    const char *wrong;
+    if (reason) *reason = "";
+    if (!r || !cfg) return TKV_ERR_ARG;
+    wrong = tkvi_remat_fill(cfg, &full);
+    if (wrong) {
+        if (reason) *reason = wrong;
+        return TKV_ERR_CONFIG;
+    }
+    memset(r, 0, sizeof *r);
+    r->cfg = full;
+    return TKV_OK;
+}
+
+/* >>the price. A token at position p multiplies with all weights and looks at about p keys: 2 FLOPs a product, of q
+ * and k and again of p and v. */
+TKV_API double tkv_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+    double attention;
+    if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
+    attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
+    return ((double)end - start) * (layers ? layers : r->cfg.n_layers) *
+           (2.0 * r->cfg.layer_params + attention);
+}
+
+/* The same, times the chance that it is asked for: less for old blocks; below 0, and so below any price, where nothing
+ * looks at it. */
+static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
+    const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
+    return tkv_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+}
+
+static int tkvi_remat_is_sound(const tkv_remat *r, const tkv_remat_block *blocks, int n) {
+    int i;
+    if (!r || n < 0 || (n > 0 && !blocks)) return 0;
+    for (i = 0; i < n; i++) {
+        const tkv_remat_block *b = blocks + i;
+        if (b->start < 0 || b->end <= b->start || (i > 0 && b->start != blocks[i - 1].end)) return 0;
+        if (b->layers < 0 || b->layers > r->cfg.n_layers || !tkvi_within(b->use, -FLT_MAX, 1.0f)) return 0;
+    }
+    return 1;
+}
+
+/* >>the decision */
+static size_t tkvi_remat_saved(const tkv_remat_block *b) {
+    return !b->dropped && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
+}
+
+static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
+    return r->cfg.step_flops <= 0.0 || tkv_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+}
+
+typedef struct tkvi_remat_run {
+    size_t freed;
+    int64_t held; /* tokens not dropped */
+    int at;       /* the block that would go next */
+    int refused;  /* 1: for what one step may cost */
+} tkvi_remat_run;
+
+/* Drops blocks from run->at on until enough is free; cheap: only those that cost less a byte than coding does. */
+static void tkvi_remat_drop(const tkv_remat *r, const tkv_remat_block *blocks, int n, int now, size_t need,
+                            int cheap, tkv_remat_action *action, tkvi_remat_run *run) {
+    for (; run->at < n && run->freed < need; run->at++) {
+        const tkv_remat_block *b = blocks + run->at;
+        if (b->dropped || b->start < r->cfg.sink_tokens) continue;
+        if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
+        if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
+        if (!tkvi_remat_fits_step(r, b)) {
+            run->refused = 1;
+            return;
+        }
+        run->freed += b->bytes - (action[run->at] == TKV_REMAT_QUANTIZE ? tkvi_remat_saved(b) : 0);
+        run->held -= b->end - b->start;
+        action[run->at] = TKV_REMAT_EVICT;
+    }
+}
+
+TKV_API tkv_status tkv_remat_decide(tkv_remat *r, const tkv_remat_block *blocks, int n, int now,
+                                    float pressure, size_t need, tkv_remat_action *action, size_t *freed) {
+    tkvi_remat_run run;
+    size_t total = 0;
+    int i;
+    if (!tkvi_remat_is_sound(r, blocks, n) || !tkvi_is_finite(pressure) || (n > 0 && !action))
+        return TKV_ERR_ARG;
+    if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;
+    memset(&run, 0, sizeof run);
+    for (i = 0; i < n; i++) {
+        if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
+        run.held += blocks[i].dropped ? 0 : blocks[i].end - blocks[i].start;
+    }
+    for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;
+    if (pressure >= tkvi_number(r->cfg.threshold)) {
+        tkvi_remat_drop(r, blocks, n, now, need, 1, action, &run);
+        for (i = run.at; i < n && run.freed < need; i++) { /* at is behind the sinks: they stay as they are */
+            const size_t saved = tkvi_remat_saved(blocks + i);
+            if (saved > 0) action[i] = TKV_REMAT_QUANTIZE;
+            run.freed += saved;
+        }
+        tkvi_remat_drop(r, blocks, n, now, need, 0, action, &run);
+        for (i = n; i-- > 0;) { /* what dropping made superfluous, newest first */
+            const size_t saved = tkvi_remat_saved(blocks + i);
+            if (action[i] != TKV_REMAT_QUANTIZE || run.freed < need || run.freed - need < saved) continue;
+            action[i] = TKV_REMAT_KEEP;
+            run.freed -= saved;
+        }
+    }
+    for (i = 0; i < n; i++) {
+        if (blocks[i].dropped) continue;
+        r->info.kept += action[i] == TKV_REMAT_KEEP;
+        r->info.evicted += action[i] == TKV_REMAT_EVICT;
+        r->info.quantized += action[i] == TKV_REMAT_QUANTIZE;
+    }
+    r->info.over_budget += (uint64_t)run.refused;
+    r->info.freed += run.freed;
+    if (freed) *freed = run.freed;
+    return TKV_OK;
+}
+
+/* >>coming back */
+TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks, int n, int step, int *first,
+                                     int *count) {
+    int i, found = 0, at = 0;
+    if (!tkvi_remat_is_sound(r, blocks, n) || step < r->step || !first || !count) return TKV_ERR_ARG;
+    if (step > r->step) r->spent = 0.0;
+    r->step = step;
+    while (at < n && !blocks[at].dropped) at++;
+    for (i = at; i < n && blocks[i].dropped; i++, found++) {
+        const double flops = tkv_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+        if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
+        r->spent += flops;
+        r->info.flops += flops;
+    }
+    r->info.restored += (uint64_t)found;
+    for (; i < n; i++) r->info.waited += blocks[i].dropped != 0;
+    *first = at;
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_RULES_REMAT_H */

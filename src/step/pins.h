@@ -1,0 +1,141 @@
+/*
+ * step/pins.h - what a caller says of tokens: drop so many, drop these, let those stay; and which are there. May call
+ * sequence, drop and below.
+ */
+#ifndef TKVI_STEP_PINS_H
+#define TKVI_STEP_PINS_H
+
+#include "step/sequence.h"
+
+static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (layer != TKV_NONE && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!kv->pool.tables->cfg.evict.kind)
+        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
+    const tkv_evict_config *cfg;
+    tkv_evict_config full;
+    tkvi_choice c;
+    tkv_status st;
+    int layer, pass, keep;
+    if (!kv) return TKV_ERR_ARG;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
+    st = tkvi_evictable(kv, p->seq, p->layer);
+    if (st) return st;
+    cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
+    keep = p->keep ? p->keep : kv->tables.cfg.evict_tokens;
+    if (keep < 1)
+        return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep, "; it must be 1 or more, or cfg.evict_tokens");
+    if (!tkvi_evict_fill(cfg, &full))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    if (!p->scores && !tkvi_gathers_for(kv, cfg->kind))
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "cfg.evict and cfg.importance gather something else than this policy goes by", 0,
+                         NULL);
+    for (pass = 0; pass < 2; pass++) /* what can fail fails before anything goes; scores are taken once */
+        for (layer = tkvi_max(p->layer, 0); layer <= (p->layer < 0 ? kv->tables.cfg.n_layers - 1 : p->layer);
+             layer++) {
+            if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
+            if (pass) {
+                tkvi_let_go(kv, p->seq, layer, 0);
+                continue;
+            }
+            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
+                             &c);
+            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
+            if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
+        }
+    tkvi_settle(kv, p->seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+    tkv_status st = tkvi_evictable(kv, seq, layer);
+    int l, i;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !victims))
+        return tkvi_fail(kv, TKV_ERR_ARG, "victims are missing, or n is", n, "");
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
+        tkvi_choice c;
+        if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
+        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
+        memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
+        for (i = 0; i < c.n; i++)
+            if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
+                tkvi_mark(c.victims, i);
+        tkvi_note_victims(kv, seq, l, &c);
+        tkvi_let_go(kv, seq, l, 0);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* until: a length; TKVI_FOREVER: for good; 0: no longer. */
+static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) {
+    tkv_status st = tkvi_evictable(kv, seq, TKV_NONE);
+    int layer, i, t;
+    if (st) return st;
+    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            uint64_t these = 0;
+            for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
+                const int at = tkvi_at(kv, ids[i], t);
+                if (at >= start && at < start + n) these |= (uint64_t)1 << t;
+            }
+            if (!these) continue;
+            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) notes->pinned |= these;
+            else if (until) {
+                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
+                notes->passing |= these;
+            } else {
+                notes->pinned &= ~these;
+                notes->passing &= ~these;
+            }
+        }
+    }
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_pin(tkv_cache *kv, int seq, int start, int n, int pinned) {
+    return tkvi_pin(kv, seq, start, n, pinned ? TKVI_FOREVER : 0);
+}
+
+TKV_API tkv_status tkv_pin_until(tkv_cache *kv, int seq, int start, int n, int length) {
+    if (kv && (length < 1 || length >= TKVI_FOREVER))
+        return tkvi_fail(kv, TKV_ERR_ARG, "length must be 1 to 2^30 - 2, not", length, "");
+    return tkvi_pin(kv, seq, start, n, length);
+}
+
+TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start, int n, uint64_t *mask) {
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int i, t;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !mask)) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (n == 0) return TKV_OK;
+    memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
+    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
+            if (at >= 0 && at < n) tkvi_mark(mask, at);
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_PINS_H */

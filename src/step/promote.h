@@ -1,0 +1,143 @@
+/*
+ * step/promote.h - blocks go outside by hand, and come back: as they were, or exact where a copy was kept
+ * (reclaim/offload.h). What was coded and has no copy stays as it is: to decode it restores nothing. May call
+ * sequence and below.
+ */
+#ifndef TKVI_STEP_PROMOTE_H
+#define TKVI_STEP_PROMOTE_H
+
+#include "step/sequence.h"
+
+TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
+    tkvi_shape h;
+    tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
+    int i;
+    if (!bytes) return TKV_ERR_ARG;
+    if (st) return st;
+    for (i = 0, *bytes = 0; i < h.n_keys; i++)
+        if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
+    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+    int l, i, n = 0;
+    if (done) *done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->tables.cfg.spill.store)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no cfg.spill to store blocks with", 0, NULL);
+    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
+    if (layer != TKV_ALL && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    kv->store_failed = 0;
+    for (l = 0; l < kv->tables.cfg.n_layers; l++) {
+        if (layer != TKV_ALL && l != layer) continue;
+        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
+        if (kv->store_failed) break;
+    }
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    if (kv->store_failed)
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.spill.store failed; blocks that went are", n, "");
+    return tkvi_ok(kv);
+}
+
+/* Room for one more block of this coding, nothing else being touched for it. */
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
+    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak_take(&paper, coding);
+    if (tkvi_lazy(kv)) {
+        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
+            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                             NULL);
+        tkvi_trim_to(&kv->pool, 0);
+    }
+    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                     "no memory for a block in a better format", 0, NULL);
+}
+
+/* All pieces of what is outside, into a slot of its coding. */
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
+                                                 int coding, uint8_t *to) {
+    const tkvi_coding *c = &kv->tables.coding[coding];
+    tkvi_room room;
+    int i;
+    room.key = TKVI_NIL;
+    memset(to, 0, c->bytes.total);
+    for (i = 0; i < 2 * kv->tables.cfg.n_kv_heads; i++) {
+        const tkvi_record *r = &c->record[i / 2];
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_fetch(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        if (st) return st;
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
+    }
+    return TKV_OK;
+}
+
+/* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
+static int tkvi_better_of(const tkvi_block *b) {
+    if (b->refs > 1) return -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
+    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+}
+
+/* Block i, which has this position, comes back. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    tkvi_block *b = &kv->pool.block[id];
+    const int what = tkvi_better_of(b);
+    tkv_status st;
+    uint32_t page, old_page;
+    int coding, slot, old_slot;
+    if (what < 0)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of the block at position", position,
+                         " (cfg.spill.keep_exact keeps it)");
+    coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
+    st = tkvi_promote_ready(kv, coding);
+    if (st) return st;
+    b = &kv->pool.block[id]; /* the table may have grown */
+    tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    if (st) {
+        tkvi_give_slot(&kv->pool, page, slot);
+        tkvi_trim(&kv->pool);
+        return tkvi_fail(kv, st,
+                         st == TKV_ERR_IO ? "cfg.spill.fetch failed for the block at position"
+                                          : "what cfg.spill.fetch gave is not the block at position",
+                         position, "; it stays as it is");
+    }
+    old_page = b->page;
+    old_slot = b->slot;
+    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->coding = (uint16_t)coding;
+    if (what == TKVI_COPY) b->via = 0;
+    if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    tkvi_note_move(kv, id, list->len);
+    kv->promoted++;
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < list->dropped || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token at position", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_kept(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "it was dropped, the token at position", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
+}
+
+#endif /* TKVI_STEP_PROMOTE_H */

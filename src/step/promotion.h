@@ -1,0 +1,100 @@
+/*
+ * step/promotion.h - importance and promotion in one call: which blocks of a layer deserve to come back, and bringing
+ * them (threshold, limit and cool-down: rules/importance.h). May call ranking, recompute and below.
+ *
+ *     block     exact   coded + copy   outside   coded   nobody has it
+ *     source      -     the copy       itself    none    the caller's model
+ */
+#ifndef TKVI_STEP_PROMOTION_H
+#define TKVI_STEP_PROMOTION_H
+
+#include "step/recompute.h"
+#include "step/ranking.h"
+
+/* A block matters as much as the token of it that matters most. 0: all have gone. */
+static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
+    float x[TKVI_BLOCK];
+    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
+    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
+    return n > 0;
+}
+
+/* Blocks behind the sinks that are not exact in RAM. */
+static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
+                              tkvi_promoting *best) {
+    int i;
+    for (i = r->list->sinks; i < r->list->n; i++) {
+        const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
+        const int moved = r->kv->pool.notes[r->ids[i]].moved;
+        float score = 0.0f;
+        if (!tkvi_spilled(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_block_matters(r, i, &score)) continue;
+        tkvi_promoting_offer(best, (int)r->ids[i], score,
+                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_absent(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
+    }
+}
+
+/* The place of a block; -1: it is not there any more. */
+static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
+    int i;
+    for (i = 0; i < r->list->n; i++)
+        if (r->ids[i] == id) return i;
+    return -1;
+}
+
+/* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
+static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                             const tkvi_promoting *best, int *done) {
+    tkv_cache *kv = r->kv;
+    tkv_status st = TKV_OK;
+    int j, i, asked = 0;
+    for (j = 0; j < best->found && !st; j++) {
+        const uint32_t id = (uint32_t)best->out[j];
+        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
+        if (tkvi_better_of(&kv->pool.block[id]) >= 0) {
+            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
+            *done += !st;
+            continue;
+        }
+        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
+            st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
+                               NULL);
+        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
+        tkvi_note_move(kv, id, r->list->len);
+        ++*done;
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_status st;
+    int done = 0;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (!p || p->by.used < 0 || !p->compute != !p->remat)
+        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
+                         NULL);
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->mass.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "nothing is gathered: set cfg.importance_every", 0, NULL);
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* it was cut */
+    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
+                         p->by.cfg.per_step, "");
+    p->promoted = p->waiting = p->no_source = 0;
+    if (kv->pool.notes) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_bring(&r, seq, layer, p, &best, &done);
+    tkvi_promoting_end(&best, &p->by, done);
+    p->promoted = done;
+    p->waiting = best.waiting + best.found - done;
+    p->no_source = best.no_source;
+    if (st) return st;
+    if (p->no_source && !p->promoted && !p->waiting)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "nothing better is kept of blocks that matter:", p->no_source,
+                         " (cfg.spill.keep_exact keeps it)");
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_PROMOTION_H */

@@ -1,0 +1,155 @@
+/*
+ * step/ranking.h - importance of the tokens of a cache: what attention gathered (reclaim/scores.h), weighed as
+ * rules/importance.h does; mass from elsewhere; the most important tokens. May call sequence and below.
+ */
+#ifndef TKVI_STEP_RANKING_H
+#define TKVI_STEP_RANKING_H
+
+#include "step/sequence.h"
+
+/* One layer of one sequence. */
+typedef struct tkvi_ranking {
+    tkv_cache *kv;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int newest;
+} tkvi_ranking;
+
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0) return TKV_ERR_ARG;
+    r->kv = kv;
+    r->list = tkvi_list_of(kv, seq, layer);
+    r->ids = tkvi_ids(kv, seq, layer);
+    /* age alone needs nothing gathered */
+    if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
+    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
+    return TKV_OK;
+}
+
+/* Positions and importance of the tokens of block i that are there; returns how many. */
+static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
+    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
+    const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
+    float a[TKVI_BLOCK];
+    int t, n = 0;
+    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
+    for (t = 0; t < slots; t++) {
+        if (!(there >> t & 1)) continue;
+        position[n] = tkvi_at(r->kv, r->ids[i], t);
+        out[n++] = a[t];
+    }
+    tkvi_weigh(r->kv, position, out, n, r->list->len);
+    return n;
+}
+
+TKV_API tkv_status tkv_importance_of(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                     uint64_t *gone) {
+    tkvi_ranking r;
+    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    int i, t;
+    if (st) return st;
+    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
+    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) out[i] = 0.0f;
+    for (i = 0; i < n && gone; i++) {
+        if (i % 64 == 0) gone[i / 64] = 0;
+        tkvi_mark(gone, i);
+    }
+    for (i = 0; i < r.list->n; i++) {
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], found;
+        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
+        found = tkvi_ranking_block(&r, i, position, x);
+        for (t = 0; t < found; t++) {
+            const int at = position[t] - start;
+            if (at < 0 || at >= n) continue;
+            out[at] = x[t];
+            if (gone) gone[at >> 6] &= ~((uint64_t)1 << (at & 63));
+        }
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int start, int n,
+                                         const float *mass) {
+    tkvi_ranking r;
+    tkv_status st;
+    float low;
+    int i, t;
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st == TKV_ERR_ARG)
+        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
+    if (st || !kv->mass.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "nothing is gathered: set cfg.importance_every, or a strategy or "
+                         "policy that counts attention",
+                         0, NULL);
+    if (n < 0 || (n > 0 && !mass))
+        return tkvi_fail(kv, TKV_ERR_ARG, "mass must be an array of n numbers, and n is", n, "");
+    if (start < 0 || start > r.list->len || n > r.list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    for (i = 0; i < n; i++)
+        if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "mass must be finite and not negative; entry", i,
+                             " is not");
+    low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
+    for (i = 0; i < r.list->n; i++) {
+        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
+        const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
+        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+        memset(said, 0, sizeof said);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
+            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
+        }
+        kv->mass.mode->say(s, p, low, said);
+        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
+    }
+    return tkvi_ok(kv);
+}
+
+/* a is worse than b: less important, or as important and younger. */
+static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
+    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
+}
+
+TKV_API tkv_status tkv_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                  int *count) {
+    tkvi_ranking r;
+    tkv_evict_config evict;
+    tkv_status st = tkvi_ranking_init(&r, kv, seq, layer);
+    int i, t, low, high, found = 0;
+    if (st) return st;
+    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
+    low = protect ? evict.sink_tokens : 0;
+    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
+    for (i = r.list->n; i-- > 0;) { /* newest first: where age counts, few are put before others */
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
+        for (t = n; t-- > 0;) {
+            tkv_ranked token;
+            int from = 0, to = found;
+            token.position = position[t];
+            token.importance = x[t];
+            if (position[t] < low || position[t] >= high) continue;
+            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
+            while (from < to) { /* behind the last that is better */
+                const int mid = from + (to - from) / 2;
+                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
+                else to = mid;
+            }
+            if (found < k) found++;
+            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
+            out[from] = token;
+        }
+    }
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_RANKING_H */

@@ -1,0 +1,353 @@
+/*
+ * step/recompute.h - blocks that nobody has (reclaim/discard.h): they are dropped by hand or by tkv_remat_decide, and
+ * come back from the caller's model. May call promote, remat and below.
+ *
+ * Keys and values that come back go the way that those of an append go: into a block of the hot format, then from
+ * coding to coding as the block did. A block remembers its last two codings, so bytes are the same as before where it
+ * had no more: under any plan without a budget. Blocks that a budget had made tighter in three steps or more come
+ * back by the last two, which is no worse.
+ */
+#ifndef TKVI_STEP_RECOMPUTE_H
+#define TKVI_STEP_RECOMPUTE_H
+
+#include "rules/remat.h"
+#include "step/promote.h"
+
+/* >>what there is */
+/* Where pieces can be cut: the first position above `at` that no block of any layer (absent: none that nobody has)
+ * crosses. */
+static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
+    int layer, i, end = at + 1, had = at;
+    while (had < end) {
+        had = end;
+        for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
+            if (i < 0 || (absent && !tkvi_missing(kv, list, ids, i))) continue;
+            end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
+        }
+    }
+    return end;
+}
+
+/* The first position from `from` on that some layer lacks, -1: there is none. */
+static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
+    int layer, i, first = -1;
+    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const int start = tkvi_block_start(kv, ids, i);
+            if (start < from || !tkvi_missing(kv, list, ids, i)) continue;
+            if (first < 0 || start < first) first = start;
+            break;
+        }
+    }
+    return first;
+}
+
+TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, int *n) {
+    int at;
+    if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
+    *start = *n = 0;
+    at = tkvi_first_absent(kv, seq, 0);
+    if (at < 0) return TKV_OK;
+    *start = at;
+    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    *n = at - *start;
+    return TKV_OK;
+}
+
+/* One piece for tkv_remat_decide and tkv_remat_restore. level: quantized_bytes as there. */
+static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int tables = !tkvi_any_step(kv);
+    tkv_remat_block piece;
+    int layer, i;
+    memset(&piece, 0, sizeof piece);
+    piece.start = start;
+    piece.end = end;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
+            if (tkvi_block_end(kv, list, ids, i) <= start) continue;
+            if (tkvi_absent(b)) piece.dropped = 1;
+            if (tkvi_absent(b)) piece.layers = layer + 1;
+            if (tkvi_spilled(b)) continue;
+            tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            piece.bytes += bytes;
+            piece.quantized_bytes +=
+                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+        }
+    }
+    if (!piece.dropped) piece.layers = 0;
+    return piece;
+}
+
+static int tkvi_next_level(const tkv_cache *kv) {
+    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+}
+
+TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
+                                    int *n) {
+    int at = TKVI_FOREVER, layer, len, end, count = 0;
+    if (!tkvi_seq_ok(kv, seq) || !n || capacity < 0 || (capacity > 0 && !out)) return TKV_ERR_ARG;
+    len = tkv_seq_len(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->n)
+            at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
+    for (; at < len; at = end, count++) {
+        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
+        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+    }
+    *n = count;
+    return TKV_OK;
+}
+
+/* >>going */
+static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int first, last, end;
+    if (dropped) *dropped = 0;
+    if (st) return st;
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
+    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
+                    n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
+    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
+                                  tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
+                                  size_t *freed) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    size_t won = 0;
+    int n = 0, i, to = 0, last = 0, tighten = 0;
+    if (freed) *freed = 0;
+    if (st) return st;
+    if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
+    if (tkv_remat_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
+        return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
+                         " blocks (tkv_remat_blocks)");
+    st = tkv_remat_decide(r, blocks, n, tkvi_max(0, tkv_seq_len(kv, seq) - 1), pressure, need, actions, NULL);
+    if (st) return tkvi_fail(kv, st, "pressure is no number, or actions are missing", 0, NULL);
+    for (i = 0; i < n; i++) {
+        if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
+        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+    }
+    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
+    won = tkvi_vacate(kv, seq, to, 1, &last);
+    if (tighten) {
+        tkvi_ask_nothing(kv);
+        tkvi_go_to_level(kv, tkvi_next_level(kv));
+        for (i = 0; i < tighten * kv->tables.cfg.n_layers && won < need; i++)
+            won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
+    }
+    if (freed) *freed = won;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* >>coming back */
+/* The codings that what is given to block i goes through, hot first; returns how many. */
+static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+    const tkvi_tables *t = &kv->tables;
+    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    int n = 0;
+    way[n++] = r->coding[TKV_HOT];
+    if (b->via) way[n++] = b->via - 1;
+    if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
+    if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
+    /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
+    if (t->spare || tier == TKV_HOT || t->coding[b->coding].key == r->key[tier] ||
+        tkvi_waits(kv, layer, tier))
+        return n;
+    if (n == 1 && tier == TKV_ARCHIVE && r->key[TKV_WARM] != r->key[TKV_HOT] &&
+        !tkvi_waits(kv, layer, TKV_WARM))
+        way[n++] = tkvi_coding_of(t, layer, TKV_WARM);
+    if (t->coding[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_coding_of(t, layer, tier);
+    return n;
+}
+
+/* Block i, which nobody has, gets its tokens of k and v, whose first row is of position `start`. */
+static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
+                            const tkvi_source *v, int start) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
+    const int saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkvi_coding *c;
+    tkvi_block *b = &kv->pool.block[id];
+    tkvi_recoding r;
+    uint32_t page;
+    uint8_t *bytes;
+    int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
+    c = &kv->tables.coding[way[0]];
+    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    tkvi_forget_spilled(&kv->pool, id);
+    b->page = page;
+    b->slot = (uint16_t)s;
+    b->coding = (uint16_t)way[0];
+    bytes = tkvi_block_bytes(&kv->pool, b);
+    memset(bytes, 0, c->bytes.total);
+    for (t = 0; t < n; t++)
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *rec = &c->record[h];
+            const int row = tkvi_at(kv, id, t) - start;
+            tkvi_store_row(&rec->k, kv->kernels->helpers, k, row, h, t, saturate, bytes + rec->at);
+            tkvi_store_row(&rec->v, kv->kernels->helpers, v, row, h, t, saturate,
+                           bytes + rec->at + rec->v_at);
+        }
+    r.kv = kv;
+    r.layer = layer;
+    r.start = b->start;
+    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* those that are gone keep their places */
+    for (s = 1; s < steps; s++) {
+        r.from = &kv->tables.coding[way[s - 1]];
+        r.to = &kv->tables.coding[way[s]];
+        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+    }
+    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
+    list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
+    list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
+    kv->recomputed++;
+}
+
+/* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
+ * there. */
+static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_peak paper = tkvi_paper(kv);
+    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    for (i = first; i < last; i++) {
+        int steps;
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        steps = tkvi_way_back(kv, seq, layer, i, way);
+        paper.outside--;
+        tkvi_peak_take(&paper, way[steps - 1]);
+        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+    }
+    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
+    return paper;
+}
+
+TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
+                                  const float *v, int n) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_source from_k, from_v;
+    tkvi_peak paper;
+    int i, first = -1, last = 0;
+    if (st) return st;
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
+    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
+        return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
+    for (i = 0; i < list->n; i++) {
+        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (first < 0 && end <= start)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
+                             " on");
+        if (at >= start + n) break;
+        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks come back; here that is up to position", end,
+                             " (tkv_remat_missing)");
+        if (first < 0) first = i;
+        last = i + 1;
+    }
+    if (first < 0) return tkvi_ok(kv); /* this layer has them */
+    memset(&from_k, 0, sizeof from_k);
+    from_k.data = k;
+    from_k.dim = kv->tables.cfg.head_dim;
+    from_k.head_stride = from_k.dim;
+    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_k.dim;
+    from_v = from_k;
+    from_v.data = v;
+    from_v.dim = kv->tables.cfg.v_head_dim;
+    from_v.head_stride = from_v.dim;
+    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.n_kv_heads * from_v.dim;
+    if (kv->tables.cfg.nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.n_kv_heads) ||
+         !tkvi_source_finite(&from_v, n, kv->tables.cfg.n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
+                         " (cfg.nonfinite can saturate them)");
+    kv->seq[seq].used = ++kv->clock;
+    paper = tkvi_paper_give(kv, seq, layer, first, last);
+    if (tkvi_lazy(kv)) {
+        const size_t budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
+            return tkvi_over_budget(kv, takes);
+        paper = tkvi_paper_give(kv, seq, layer, first, last);
+    }
+    if (!tkvi_peak_ready(&kv->pool, &paper))
+        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
+                         "no memory for what comes back, tokens", n, "");
+    for (i = first; i < last; i++)
+        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
+                                 void *user, int *missing) {
+    tkv_status st = tkvi_remat_seq(kv, seq);
+    int start = 0, n = 0, layers, at, may = 1;
+    if (missing) *missing = 0;
+    if (st) return st;
+    if (!r || !compute || step < r->step)
+        return tkvi_fail(kv, TKV_ERR_ARG, "r or compute is missing, or step is below the last one:", step,
+                         "");
+    while (may && !st) {
+        (void)tkv_remat_missing(kv, seq, &start, &n);
+        if (n == 0) break;
+        for (at = start, layers = 0; at < start + n && may;) {
+            const int end = tkvi_piece_end(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            int first;
+            if (tkv_remat_restore(r, &piece, 1, step, &first, &may))
+                return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
+            if (!may) break;
+            layers = tkvi_max(layers, piece.layers);
+            at = end;
+        }
+        if (at == start) break;
+        kv->error[0] = 0; /* what stands there then is of this call */
+        st = compute(user, kv, seq, 0, layers, start, at - start);
+        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
+            st = TKV_ERR_STATE;
+    }
+    if (missing)
+        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
+            n = tkvi_piece_end(kv, seq, at, 1);
+            *missing += n - at;
+        }
+    if (!st) return tkvi_ok(kv);
+    if (st == TKV_ERR_STATE)
+        return tkvi_fail(kv, st, "compute gave not all that was asked for, from position", start, " on");
+    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
+}
+
+#endif /* TKVI_STEP_RECOMPUTE_H */

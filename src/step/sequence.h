@@ -1,0 +1,746 @@
+/*
+ * step/sequence.h - tokens come, grow old, are cut, are gone: append, steps, reserve, truncate, reset, flush.
+ * May call budget and below.
+ *
+ * Every change is first played through on paper (tkvi_peak: which slots would be taken and given back, in
+ * order), then memory for its peak is fetched, then it is done; after the fetch nothing can fail. So a
+ * failed call leaves the cache as it was.
+ */
+#ifndef TKVI_STEP_SEQUENCE_H
+#define TKVI_STEP_SEQUENCE_H
+
+#include "cache/lookup.h"
+#include "reclaim/budget.h"
+#include "reclaim/scores.h"
+
+/* Slots of a class that tkv_reserve holds for a sequence. */
+static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
+    return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
+}
+
+static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+}
+
+/* >>reservations */
+/* Blocks of each tier that a list may still grow by, if all coded ones are whole (none was flushed short). */
+static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list, const uint32_t *ids,
+                          int64_t *room) {
+    int i, whole = 1;
+    tkvi_most_blocks(&kv->tables.cfg, p, room);
+    if (tkvi_plan_learns(p)) { /* some may have had to wait for a table */
+        room[TKV_HOT] += TKVI_LEARN / TKVI_BLOCK;
+        room[TKV_WARM] += TKVI_LEARN / TKVI_BLOCK;
+    }
+    for (i = list->sinks; i < list->n; i++) {
+        tkv_tier tier = tkvi_tier_at(list, i);
+        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* the slots of shared ones do not come back */
+        if (tier != TKV_HOT)
+            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+    }
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
+}
+
+/* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
+ * each new block, and each block that comes of age, without counting on what is freed meanwhile, so that any
+ * chunking fits; but no more of a tier than it ever has. A layer that takes and gives on its way needs less
+ * by what it took and at most more by what it gave: live + need never grows. Returns 0 if it is there. */
+static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_coding *coding = kv->tables.coding;
+    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
+    /* a step that reaches the length may still be aborted */
+    if (p->stored != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
+    memset(need, 0, sizeof need);
+    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    need[TKV_HOT] = blocks - sink;
+    if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1) need[TKV_HOT]++;
+    /* Where blocks will end at that length: the same whether they are full by now, or cut again later. */
+    at = tkvi_min(len, list->len + tkvi_tail_room(kv, p, list, ids));
+    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+        tkv_tier due;
+        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
+        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
+        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
+                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        need[TKV_WARM] += due != TKV_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_HOT);
+        need[TKV_ARCHIVE] += due == TKV_ARCHIVE;
+    }
+    tkvi_headroom(kv, p, list, ids, room);
+    if (sink) live[coding[p->sink_coding].size_class] += sign;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > 0) live[coding[p->now.coding[tier]].size_class] += sign * need[tier];
+    }
+    return 1;
+}
+
+/* Promises seq the slots that bring all its layers to length `len`; 0 takes the promise back. */
+static void tkvi_promise(tkv_cache *kv, int seq, int len) {
+    int layer, c, waiting = 0;
+    int64_t *mine = tkvi_promised(kv, seq, 0);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        kv->pool.promised[c] -= mine[c];
+        mine[c] = 0;
+    }
+    kv->seq[seq].reserved_len = len;
+    for (layer = 0; layer < kv->tables.cfg.n_layers && len > 0; layer++)
+        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.promised[c] += mine[c];
+    if (!waiting) kv->seq[seq].reserved_len = 0;
+}
+
+/* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
+ * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
+ * passes it keeps the promise as well: it may be aborted. */
+static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+    const tkvi_seq *s = &kv->seq[seq];
+    int64_t *before = paper->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
+    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(before, paper->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
+    tkvi_paper_append(kv, seq, layer, n, paper);
+    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(paper->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
+    tkvi_peak_note(paper);
+}
+
+/* Pages in use, and those that reservations will need. */
+static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+    return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_promised_pages(pool);
+}
+
+/* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
+static void tkvi_settle(tkv_cache *kv, int seq) {
+    if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
+    tkvi_trim(&kv->pool);
+}
+
+/* >>storing tokens */
+typedef struct tkvi_source { /* one of k, v of an append */
+    const void *data;
+    tkv_type type;
+    ptrdiff_t token_stride, head_stride; /* in elements */
+    int dim;
+} tkvi_source;
+
+static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
+    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    int c;
+    if (s->type == TKV_TYPE_F32)
+        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+    else
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+}
+
+/* 16 at a time, which compilers make vectors of: one more in the exponent of what is not finite, and it overflows. */
+static int tkvi_all_finite(const float *x, int n) {
+    uint32_t bits[16], some[16] = {0}, any = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) any |= some[k];
+    return !(any >> 31);
+}
+
+static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+    float row[TKV_MAX_HEAD_DIM];
+    int t, h, finite = 1;
+    for (t = 0; t < n; t++)
+        for (h = 0; h < heads; h++) {
+            tkvi_load_row(s, t, h, row);
+            finite &= tkvi_all_finite(row, s->dim);
+        }
+    return finite;
+}
+
+TKVI_FN float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
+}
+
+static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+                           int head, int at, int saturate, uint8_t *dst) {
+    float row[TKV_MAX_HEAD_DIM];
+    int c;
+    tkvi_load_row(s, token, head, row);
+    for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
+    side->format->side[side->which].put(side, help, row, at, dst);
+}
+
+/* The last block if it has room, its own copy if others hold it too, or a new one. */
+static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer), id;
+    if (tkvi_tail_room(kv, p, list, ids)) {
+        id = ids[list->n - 1];
+        if (kv->pool.block[id].refs > 1) {
+            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].coding, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
+                   kv->tables.coding[kv->pool.block[id].coding].bytes.total);
+            kv->pool.block[mine].gone = kv->pool.block[id].gone;
+            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
+            kv->pool.block[id].refs--;
+            ids[list->n - 1] = id = mine;
+        }
+        return id;
+    }
+    {
+        int sink = list->len == 0 && p->sink > 0, coding = sink ? p->sink_coding : p->now.coding[TKV_HOT];
+        id = tkvi_new_block(&kv->pool, coding, list->len);
+        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.coding[coding].bytes.total);
+        list->sinks += sink;
+        ids[list->n++] = id;
+        return id;
+    }
+}
+
+/* Of a token's keys, mean of the KV heads. */
+static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+    float row[TKV_MAX_HEAD_DIM];
+    double sum = 0.0;
+    int h, c;
+    for (h = 0; h < heads; h++) {
+        tkvi_load_row(k, token, h, row);
+        for (c = 0; saturate && c < k->dim; c++) row[c] = tkvi_saturate(row[c]);
+        sum += tkvi_key_norm(row, k->dim);
+    }
+    return (float)(sum / heads);
+}
+
+static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                       int first, int n) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int t, h, saturate = kv->tables.cfg.nonfinite == TKV_NONFINITE_SATURATE;
+    if (!kv->seq[seq].in_step) list->chunk = list->len;
+    for (t = 0; t < n; t++) {
+        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        tkvi_block *b = &kv->pool.block[id];
+        const tkvi_coding *c = &kv->tables.coding[b->coding];
+        uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
+        const int at = list->len - b->start;
+        if (kv->pool.notes) { /* a place of a token that was cut off */
+            b->gone &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
+            kv->pool.notes[id].mass[at] =
+                tkvi_keeps_norms(kv)
+                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
+                    : 0;
+        }
+        for (h = 0; h < kv->tables.cfg.n_kv_heads; h++) {
+            const tkvi_record *r = &c->record[h];
+            tkvi_store_row(&r->k, kv->kernels->helpers, k, first + t, h, at, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->helpers, v, first + t, h, at, saturate,
+                           bytes + r->at + r->v_at);
+        }
+        list->len++;
+    }
+}
+
+/* >>append */
+/* The meter has nobody, and this sequence begins: it is watched from now on. */
+static void tkvi_watch(tkv_cache *kv, int seq) {
+    int layer, len = 0;
+    if (!kv->meter || kv->meter->seq >= 0) return;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) len |= tkvi_list_of(kv, seq, layer)->len;
+    if (len == 0) kv->meter->seq = seq;
+}
+
+/* The tokens belong elsewhere: who begins anew without a reset would attend to the old text. */
+static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+    const int len = tkvi_list_of(kv, seq, layer)->len;
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_say(&t, "sequence ");
+    tkvi_say_int(&t, seq);
+    tkvi_say(&t, ", layer ");
+    tkvi_say_int(&t, layer);
+    tkvi_say(&t, " holds ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, " tokens, so the next position is ");
+    tkvi_say_int(&t, len);
+    tkvi_say(&t, ", not ");
+    tkvi_say_int(&t, position);
+    tkvi_say(&t,
+             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    return TKV_ERR_RANGE;
+}
+
+static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
+                                  const int *positions, int *total) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    int i, j;
+    *total = 0;
+    for (i = 0; i < n_rows; i++) {
+        const tkvi_list *list;
+        int room;
+        if (!tkvi_seq_ok(kv, rows[i].seq))
+            return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
+        if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
+        for (j = 0; j < i; j++)
+            if (rows[j].seq == rows[i].seq)
+                return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
+        list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (positions && positions[i] != list->len)
+            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
+        room = cfg->max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > room)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+                             " more tokens here; append them in chunks");
+        if (rows[i].n > cfg->max_tokens - list->len)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", cfg->max_tokens - list->len,
+                             " more tokens");
+        if (rows[i].n > TKVI_FOREVER - *total)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
+        *total += rows[i].n;
+    }
+    return TKV_OK;
+}
+
+/* An append on paper. */
+static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak paper = tkvi_paper(kv);
+    int i;
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
+    return paper;
+}
+
+/* What came with the last append may get tighter from now on; or, if this one fails, may not. */
+static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows, int failed) {
+    int i;
+    for (i = 0; i < n_rows; i++) {
+        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (failed) list->chunk = list->chunk_was;
+        else list->chunk_was = list->chunk, list->chunk = list->len;
+    }
+}
+
+TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
+    const tkv_config *cfg;
+    tkv_rows one;
+    const tkv_rows *rows;
+    tkvi_source k, v;
+    tkvi_peak paper;
+    int8_t had;
+    tkv_status st;
+    int n_rows, i, total, open, first = 0;
+    if (!kv) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
+    one.seq = p->seq;
+    one.n = p->n;
+    rows = p->batch ? p->batch : &one;
+    n_rows = p->batch ? p->n_batch : 1;
+    if (n_rows < 0 || n_rows > cfg->max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
+    if (p->layer < 0 || p->layer >= cfg->n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
+    if (kv->tables.plan[p->layer].stored != p->layer)
+        return tkvi_fail(kv, TKV_ERR_ARG, "layer", p->layer,
+                         " has no K and V of its own (share_kv or no_cache)");
+    if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
+        return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
+    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
+    if (st) return st;
+    if (total == 0) return tkvi_ok(kv);
+    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
+    k.data = p->k;
+    k.type = p->k_type;
+    k.dim = cfg->head_dim;
+    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->head_dim;
+    k.token_stride = p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->head_dim;
+    v.data = p->v;
+    v.type = p->v_type;
+    v.dim = cfg->v_head_dim;
+    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->v_head_dim;
+    v.token_stride = p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->n_kv_heads * cfg->v_head_dim;
+    if (cfg->nonfinite == TKV_NONFINITE_REFUSE &&
+        (!tkvi_source_finite(&k, total, cfg->n_kv_heads) || !tkvi_source_finite(&v, total, cfg->n_kv_heads)))
+        return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", p->layer,
+                         " (cfg.nonfinite can saturate them)");
+    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
+    had = kv->tables.current[p->layer];
+    if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
+    if (tkvi_lazy(kv))
+        for (i = 0; i < n_rows; i++) /* what has left every window makes room */
+            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
+    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
+    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
+    if (tkvi_lazy(kv)) {
+        const size_t budget = cfg->budget_bytes,
+                     token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
+                             TKVI_BLOCK;
+        size_t takes;
+        int fits;
+        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        fits = tkvi_fits_somewhere(kv, budget, &takes);
+        tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
+        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (!fits || !tkvi_make_room(kv, budget)) {
+            tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+            return tkvi_over_budget(kv, takes);
+        }
+        had = kv->tables
+                  .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
+        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    }
+    for (i = 0; i < n_rows; i++)
+        if (rows[i].n &&
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
+            goto no_memory;
+    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    tkvi_learn_end(kv, p->layer, had, 1);
+    if (!open) tkvi_metric_learn(kv, p->layer);
+    for (i = 0; i < n_rows; i++) {
+        if (rows[i].n == 0) continue;
+        tkvi_watch(kv, rows[i].seq);
+        if (!kv->seq[rows[i].seq].in_step) {
+            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* not before: then other blocks would be due than on paper */
+        }
+        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        first += rows[i].n;
+    }
+    if (kv->seen && kv->seen[p->layer] >= 0)
+        kv->seen[p->layer] =
+            tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
+    tkvi_metric_count(kv, p->layer, total);
+    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
+    return tkvi_ok(kv);
+no_memory:
+    tkvi_learn_end(kv, p->layer, had, 0);
+    tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
+no_table:
+    if (kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_init_in_place is full", 0, NULL);
+    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
+}
+
+static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
+                              const float *v, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k;
+    p.v = v;
+    p.positions = position;
+    return tkv_append_ex(kv, &p);
+}
+
+TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n) {
+    return tkvi_append(kv, seq, layer, NULL, k, v, n);
+}
+
+TKV_API tkv_status tkv_append_at(tkv_cache *kv, int seq, int layer, int position, const float *k,
+                                 const float *v, int n) {
+    return tkvi_append(kv, seq, layer, &position, k, v, n);
+}
+
+/* >>all layers of a sequence age at once, or nothing happens */
+static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
+    return kv->tables.plan[layer].stored == layer && tkvi_list_of(kv, seq, layer)->n > 0;
+}
+
+static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
+    int8_t had[TKVI_MAX_LAYERS];
+    tkvi_peak paper;
+    int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
+    for (layer = 0; layer < n; layer++) {
+        had[layer] = kv->tables.current[layer];
+        if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
+    }
+    paper = tkvi_paper(kv);
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    for (pass = 0; pass < 2 && ready; pass++) {
+        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
+            if (kv->tables.plan[layer].stored == layer)
+                tkvi_age(kv, seq, layer,
+                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
+                                                                                 : tkvi_hot_age(kv, layer),
+                         partial, pass ? NULL : &paper);
+        if (pass) continue;
+        ready = (tkvi_lazy(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
+        for (layer = 0; layer < n; layer++) {
+            tkvi_learn_end(kv, layer, had[layer], ready);
+            if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
+        }
+    }
+    for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
+    if (!ready) {
+        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
+        return tkvi_fail(kv,
+                         budget              ? TKV_ERR_BUDGET
+                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
+                                             : TKV_ERR_NOMEM,
+                         "no memory to recode blocks", 0, NULL);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
+    tkv_status st;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if ((unsigned)mode > TKV_FLUSH_ALL)
+        return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than were promised */
+        tkvi_promise(kv, seq, 0);
+        tkvi_trim(&kv->pool);
+    }
+    return st;
+}
+
+/* >>steps */
+TKV_API tkv_status tkv_begin(tkv_cache *kv, int seq) {
+    tkv_status st;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
+    tkvi_learn_early(kv);
+    st = tkvi_age_all(kv, seq, 0, 0);
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
+        list->step_len = list->chunk = list->len;
+    }
+    kv->seq[seq].in_step = 1;
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
+    int layer, n = -1;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.plan[layer].stored != layer) continue;
+        if (n < 0) n = list->len - list->step_len;
+        if (list->len - list->step_len != n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "not as many tokens as the first layer got: layer", layer,
+                             "");
+    }
+    kv->seq[seq].in_step = 0;
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* Of a packed block some positions are cut off; one without any says so by a bit. */
+static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_block *b = &kv->pool.block[id];
+    int t;
+    while (b->packed > 1 && tkvi_at(kv, id, b->packed - 1) >= len) b->packed--;
+    for (t = 0; t < b->packed; t++) {
+        if (tkvi_at(kv, id, t) < len) continue;
+        tkvi_set_at(kv, id, t, b->start);
+        b->gone |= (uint64_t)1 << t;
+    }
+}
+
+/* Keeps the first `len` tokens of a layer; the cut is in the tail or the sinks. */
+static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
+        list->n--;
+        if (list->n < list->sinks) list->sinks = list->n;
+        tkvi_release_block(&kv->pool, ids[list->n]);
+    }
+    list->out = tkvi_min(list->out, list->n - list->sinks);
+    list->len = len;
+    list->chunk = tkvi_min(list->chunk, len);
+    tkvi_mass_cut(kv, list, ids);
+    if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
+}
+
+TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (!kv->seq[seq].in_step) return tkvi_fail(kv, TKV_ERR_STATE, "no step is open", 0, NULL);
+    kv->seq[seq].in_step = 0;
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        int n = list->len - list->step_len;
+        if (n <= 0) continue;
+        if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
+        if (kv->ears && kv->ears[layer].tokens > 0)
+            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        tkvi_cut(kv, seq, layer, list->step_len);
+    }
+    tkvi_settle(kv, seq);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
+    tkvi_peak paper;
+    tkv_rows row;
+    int len, layer, had, want, ready = 1;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n < 1 || n > kv->tables.cfg.max_append)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
+    len = tkv_seq_len(kv, seq);
+    if (n > kv->tables.cfg.max_tokens - len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for", kv->tables.cfg.max_tokens - len,
+                         " more tokens");
+    row.seq = seq;
+    row.n = n;
+    had = kv->seq[seq].reserved_len;
+    kv->seq[seq].used = ++kv->clock;
+    tkvi_promise(kv, seq, tkvi_max(had, len + n));
+    paper = tkvi_paper(kv);
+    if (tkvi_lazy(kv)) {
+        const size_t budget = kv->tables.cfg.budget_bytes;
+        size_t takes;
+        tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
+        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
+            tkvi_trim(&kv->pool);
+            return tkvi_over_budget(kv, takes);
+        }
+        tkvi_promise(kv, seq, tkvi_max(had, len + n));
+        paper = tkvi_paper(kv);
+    }
+    for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
+         layer++) /* the first table can be due; others wait */
+        if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
+            ready = tkvi_version_ready(kv, 0);
+    want = tkvi_row_want(kv, &row, -1, 0);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    tkvi_promise(kv, seq, had); /* as it was */
+    tkvi_trim(&kv->pool);
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
+                     " tokens");
+}
+
+/* >>cutting */
+TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
+    int layer, i;
+    int64_t taken;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int coded = list->archive + list->warm, must = 0;
+        if (p->stored != layer || list->len <= n_tokens) continue;
+        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
+        if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
+        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
+        if (n_tokens < must)
+            return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
+                             must, " must stay");
+    }
+    taken = tkvi_pages_taken(&kv->pool);
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
+    tkvi_settle(kv, seq);
+    if (tkvi_pages_taken(&kv->pool) >
+        taken) /* where tokens were evicted, blocks that are left have no room */
+        tkvi_promise(kv, seq, 0);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
+    tkvi_seq *s;
+    int layer;
+    if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
+    s = &kv->seq[seq];
+    for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
+        memset(list, 0, sizeof *list);
+    }
+    s->in_step = 0;
+    if (kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
+    tkvi_promise(kv, seq, 0);
+    if (!kv->pool.keep_all) {
+        tkvi_put(&kv->heap, s->block, (size_t)s->cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
+        s->block = NULL;
+        s->cap = 0;
+    }
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+/* >>reading */
+TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
+    const tkv_config *cfg;
+    const tkvi_helpers *help;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    tkvi_room room;
+    int i, h, from, to, slot;
+    room.key = TKVI_NIL;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    cfg = &kv->tables.cfg;
+    help = kv->kernels->helpers;
+    list = tkvi_list_of(kv, seq, layer);
+    ids = tkvi_ids(kv, seq, layer);
+    if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+        const int at = tkvi_find(kv, list, ids, i, &slot);
+        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+    }
+    for (from = start; from < start + n; from = to) {
+        const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
+        const tkvi_coding *c;
+        i = tkvi_find(kv, list, ids, from, &slot);
+        if (i < 0) return TKV_ERR_RANGE;
+        c = &kv->tables.coding[kv->pool.block[ids[i]].coding];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* the others follow: none is gone */
+        if (cfg->n_anchors) to = from + 1;                          /* or is an anchor */
+        for (h = 0; h < cfg->n_kv_heads; h++) {
+            const tkvi_record *r = &c->record[h];
+            size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim, heads = (size_t)cfg->n_kv_heads;
+            const uint8_t *bytes;
+            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            if (k && !st)
+                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+            if (v && !st)
+                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+            if (st) return st;
+        }
+    }
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_SEQUENCE_H */
