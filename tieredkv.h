@@ -2000,12 +2000,12 @@ static tkvi_text tkvi_text_begin(char *buf, size_t size) {
     return t;
 }
 
-static void tkvi_say(tkvi_text *t, const char *s) {
+static void tkvi_append_text(tkvi_text *t, const char *s) {
     for (; t->at && *s && t->left; t->left--) *t->at++ = *s++;
     if (t->at) *t->at = 0;
 }
 
-static void tkvi_say_int(tkvi_text *t, int64_t n) {
+static void tkvi_append_int(tkvi_text *t, int64_t n) {
     char digits[24];
     int i = 23;
     uint64_t u = n < 0 ? 0u - (uint64_t)n : (uint64_t)n;
@@ -2013,7 +2013,7 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
     do digits[--i] = (char)('0' + (int)(u % 10u));
     while (u /= 10u);
     if (n < 0) digits[--i] = '-';
-    tkvi_say(t, digits + i);
+    tkvi_append_text(t, digits + i);
 }
 
 /* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */
@@ -2401,7 +2401,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
 }
 
 /* Turns a key of this position as the model did (back 0), or takes it back (1). */
-static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, float *x) {
+static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
@@ -3164,14 +3164,14 @@ struct tkvi_side;
 struct tkvi_columns;
 struct tkvi_rope;
 struct tkvi_kvquant;
-struct tkvi_helpers;
+struct tkvi_simd_ops;
 
 /* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helpers *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
-typedef struct tkvi_helpers {
+typedef struct tkvi_simd_ops {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
@@ -3181,7 +3181,7 @@ typedef struct tkvi_helpers {
     void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
     /* Encoding. A tile's codes to its bytes, which were cleared (core/tile.h); a tile of K from its columns. */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
-    void (*weave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
+    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
     /* Codes, then metadata of 16 columns of K (formats/a.h); codes and scales of V (formats/r.h). */
     void (*columns)(struct tkvi_columns *c);
     void (*settle)(struct tkvi_columns *c, int top);
@@ -3191,7 +3191,7 @@ typedef struct tkvi_helpers {
     void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
     tkvi_decoder tiles; /* a side of tiles (formats/tiles.h) */
-} tkvi_helpers;
+} tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
@@ -3238,7 +3238,7 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
@@ -3261,17 +3261,18 @@ typedef struct tkvi_codec {
     /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
+                uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */
@@ -3406,13 +3407,13 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
 /* What tkvi_decode_side in formats/table.h gives, by `help`. */
-static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
     s->format->side[s->which].decode(s, help, src, first, n, x, stride);
 }
@@ -3449,12 +3450,12 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
 /* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
  * else's memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {             \
+    static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
         int c;                                                                                               \
         (void)help;                                                                                          \
         for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
     }                                                                                                        \
-    static void tkvi_##t##_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {             \
+    static void tkvi_##t##_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {            \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
         (void)help;                                                                                          \
@@ -3468,29 +3469,29 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+static void tkvi_f16_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
     help->to_halves(x, n, dst);
 }
 
-static void tkvi_f16_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {
     help->halves(src, n, x);
 }
 
 /* The same for each type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_helpers *help, const float *x, int token,      \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
                                uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
         tkvi_##t##_save(help, x, s->dim, row);                                                               \
         memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,             \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
         memset(dst, 0, s->bytes);                                                                            \
         for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,          \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,         \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \
@@ -3530,7 +3531,7 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
 
-static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes code, uint8_t *dst) {
+static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes code, uint8_t *dst) {
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -3559,7 +3560,7 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
     }
 }
 
-static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
@@ -3594,7 +3595,7 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
     return tkvi_f32(product + zero);
 }
 
-static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
@@ -3619,13 +3620,13 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, co
 }
 
 /* >>both */
-static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
     else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
 }
 
-static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     help->tiles(s, help, src, first, n, x, stride);
 }
@@ -3741,7 +3742,7 @@ static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride
         for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
 }
 
-static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
@@ -3750,17 +3751,17 @@ static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const
     tkvi_pack(s, help, code, dst);
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_helpers *help, float *scale, float *zero) {
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *help, float *scale, float *zero) {
     help->halves(m, n, scale);
     help->halves(m + 2 * n, n, zero);
 }
 
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                              float *zero) {
     tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
 }
 
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                              float *zero) {
     tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
 }
@@ -3865,7 +3866,7 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */
@@ -3929,7 +3930,7 @@ static void tkvi_subspace_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
 
-static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                                  int n, uint8_t *dst) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
@@ -3952,7 +3953,7 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, c
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
@@ -4164,7 +4165,8 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
 }
 
 /* Metadata of a column; 1: its mean is too far for them. */
-TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset, float *middle) {
+TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
+                                   float *middle) {
     double mean = tkvi_a_mean(c);
     float cov = tkvi_covariance(c->n, c->sum_c, c->sum_u, c->sum_cu), scale = 0.0f;
     float var = tkvi_covariance(c->n, c->sum_u, c->sum_u, c->sum_uu);
@@ -4181,12 +4183,12 @@ TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *
     return c->width && (by < -127 || by > 127 || (*log == 0 && mean != 0.0));
 }
 
-static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     int l;
     c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_column one = tkvi_column_of(c, l);
-        int beyond = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        int beyond = tkvi_a_finalize_scales(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
         c->beyond_mask |= (uint32_t)beyond << l;
     }
 }
@@ -4236,7 +4238,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
@@ -4276,7 +4278,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->weave(column, channel + p, tile);
+            help->interleave(column, channel + p, tile);
             help->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
@@ -4286,7 +4288,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
@@ -4483,7 +4485,7 @@ TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, fl
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
@@ -4496,7 +4498,7 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     tkvi_pack(s, help, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
@@ -4638,7 +4640,7 @@ static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot,
 static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
     int c;
     for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
-    if (rope) tkvi_rope_turn(rope, position, 1, y);
+    if (rope) tkvi_rope_rotate(rope, position, 1, y);
 }
 
 /* Ranges of the block's channels, to the end of its bytes. */
@@ -4676,8 +4678,8 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                                  int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
+                                  size_t stride, int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
@@ -4746,8 +4748,8 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                                  int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
+                                  size_t stride, int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
@@ -4795,8 +4797,8 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
         if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -4812,12 +4814,12 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, 
         }
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
         tkvi_kvquant_outliers(s, src, t, x);
-        if (s->rope) tkvi_rope_turn(s->rope, start + t, 0, x);
+        if (s->rope) tkvi_rope_rotate(s->rope, start + t, 0, x);
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
@@ -4926,7 +4928,7 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
     }
 }
 
-static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
@@ -4962,7 +4964,7 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
@@ -5100,10 +5102,10 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
         }                                                                                                    \
     }
 
-static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
-    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
-    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_scalar = {
+    tkvi_halves_scalar,          tkvi_to_halves_scalar, tkvi_logs_scalar,       tkvi_zeros_scalar,
+    tkvi_log_codes_scalar,       tkvi_pack_tile,        tkvi_interleave_scalar, tkvi_columns_scalar,
+    tkvi_finalize_scales_scalar, tkvi_tokens_scalar,    tkvi_groups_scalar,     tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -5155,7 +5157,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 /* The definition of what is stored. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
-    tkvi_values(s, &tkvi_helpers_scalar, src, first, n, x, stride);
+    tkvi_values(s, &tkvi_simd_ops_scalar, src, first, n, x, stride);
 }
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
@@ -5233,7 +5235,7 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
         for (i = 0; i < s.dim; i++)
             if (!tkvi_is_finite(x[t * stride + i])) return TKV_ERR_NONFINITE;
     tkvi_codec_rope(c, &s, &rope);
-    tkvi_encode_side(&s, &tkvi_helpers_scalar, x, (size_t)stride, n_tokens, (uint8_t *)dst);
+    tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)stride, n_tokens, (uint8_t *)dst);
     return TKV_OK;
 }
 
@@ -5305,20 +5307,20 @@ typedef struct tkvi_kernels {
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    const tkvi_helpers *helpers;
+    const tkvi_simd_ops *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
     /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
      * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
-    int (*weigh)(const float *s, int rows, float *m, float *sum, float *p);
+    int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
 #define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
-static int tkvi_weigh_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                           const float *s, int rows, float *m, float *sum, float *p) {
+static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
+                             const float *s, int rows, float *m, float *sum, float *p) {
     int r, seen = 0;
     for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
         float most = max64(s);
@@ -5464,7 +5466,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int g, r, t, i, c;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
@@ -5500,7 +5502,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
     int r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
             uint8_t tile[4][TKVI_TILE_CODES];
@@ -5609,8 +5611,8 @@ static float tkvi_max64_scalar(const float *s) {
     return maximum;
 }
 
-static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -5618,10 +5620,10 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     "scalar",
     {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
     {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
-    &tkvi_helpers_scalar,
+    &tkvi_simd_ops_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
-    tkvi_weigh_scalar,
+    tkvi_softmax_step_scalar,
 };
 
 #endif /* TKVI_KERNELS_SCALAR_H */
@@ -5786,7 +5788,7 @@ typedef struct tkvi_products {
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
-    const tkvi_helpers *helpers;
+    const tkvi_simd_ops *helpers;
     /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
      * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);
@@ -5992,7 +5994,7 @@ static void tkvi_reading_levels(tkvi_reading *r, const float *level,
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
 
-static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_helpers *help) {
+static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_simd_ops *help) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
@@ -6062,7 +6064,7 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
 
 /* What a side is read by; 0: nobody here knows it. */
 static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                              const tkvi_helpers *help) {
+                              const tkvi_simd_ops *help) {
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     r->s = s;
@@ -6599,7 +6601,7 @@ static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
     }
 }
 
-static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_helpers *help,
+static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_simd_ops *help,
                            const uint8_t *src, int first, int n, float *x, size_t stride) {
     tkvi_rows r;
     r.s = s;
@@ -6774,8 +6776,8 @@ static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
                                                    {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
                                                    tkvi_unrotate_avx2};
 
-static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
     else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
 }
@@ -6927,7 +6929,7 @@ static const tkvi_row_steps tkvi_row_steps_avx512 = {
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_unrotate_avx512};
 
-static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,
+static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
                                     int first, int n, float *x, size_t stride) {
     if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
     else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);
@@ -7281,8 +7283,8 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_weave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
-                                             uint8_t *tile) {
+static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
+                                                  uint8_t *tile) {
     int j;
     for (j = 0; j < TKVI_BLOCK; j += 16) {
         __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
@@ -7336,7 +7338,7 @@ TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
+static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top) {
     const __m256d n = _mm256_set1_pd((double)c->n), n2 = _mm256_set1_pd((double)(2 * c->n));
     const __m128 none = _mm_setzero_ps();
     const __m128i one = _mm_set1_epi32(1), count = _mm_set1_epi32(c->n);
@@ -7515,8 +7517,8 @@ static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
 
 /* Tokens: a lane of 32 bits for a channel. */
 /* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
-TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                    float *y) {
+TKVI_FLAT_AVX2 float tkvi_transpose_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                         float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
@@ -7663,8 +7665,8 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] =
-                tkvi_turn_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+            most[t] = tkvi_transpose_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                          flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
             __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
             __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -7693,10 +7695,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
-                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
-                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
+static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
+    tkvi_halves_avx2,          tkvi_to_halves_avx2, tkvi_logs_avx2,       tkvi_zeros_avx2,
+    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx2,
+    tkvi_finalize_scales_avx2, tkvi_tokens_avx2,    tkvi_groups_avx2,     tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -7929,8 +7931,8 @@ static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int
 }
 
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */
-static TKVI_TARGET_AVX2 void tkvi_turn_row_avx2(const tkvi_reading *r, const float *cosine, const float *sine,
-                                                int back, float *x) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, const float *cosine,
+                                                     const float *sine, int back, float *x) {
     const __m256 sign =
         _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
     int v, h;
@@ -7954,7 +7956,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
     tkvi_reading rd;
     tkvi_side plain;
     int from, r, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
         return;
     }
@@ -7969,11 +7971,11 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_turn_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                               turned + 16 * r * rd.vectors);
+            tkvi_transpose_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                                    from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                                    turned + 16 * r * rd.vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_turn_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+            tkvi_transpose_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
@@ -7989,7 +7991,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
     tkvi_side plain;
     float *o = s->grid && s->rotate ? sum : out;
     int from, r, c;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
         tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
         return;
     }
@@ -8433,7 +8435,7 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
                                            tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -8447,8 +8449,8 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
     tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
-static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_avx2 = {
@@ -8456,10 +8458,10 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     "avx2",
     {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
     {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
-    &tkvi_helpers_avx2,
+    &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
-    tkvi_weigh_avx2,
+    tkvi_softmax_step_avx2,
 };
 
 #endif /* TKVI_X86 */
@@ -8658,8 +8660,8 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
 }
 
 /* Tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                        float *y) {
+TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                             float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m512 most;
     int c;
@@ -8801,8 +8803,8 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
         __m512 m, v;
         __mmask16 some;
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] =
-                tkvi_turn_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+            most[t] = tkvi_transpose_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                            flip, y[t]);
         m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
@@ -8823,10 +8825,10 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
-    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
-    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
+static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
+    tkvi_halves_avx512,        tkvi_to_halves_avx2, tkvi_logs_avx512,     tkvi_zeros_avx512,
+    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx512,
+    tkvi_finalize_scales_avx2, tkvi_tokens_avx512,  tkvi_groups_avx2,     tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -9158,8 +9160,8 @@ TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
 /* Turns 16 v channels in the order of the vectors back. */
-TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
-                                            float *x) {
+TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const float *cosine,
+                                                 const float *sine, float *x) {
     int v;
     for (v = 0; v < r->pairs; v += 2, x += 32) {
         __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
@@ -9181,7 +9183,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
         return;
     }
@@ -9196,8 +9198,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+            tkvi_transpose_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                       from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
@@ -9274,7 +9276,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
     tkvi_reading rd;
     float *o = s->grid && s->rotate ? sum : out;
     int r, c, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
         tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
         return;
     }
@@ -9724,7 +9726,7 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
                                              tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -9739,7 +9741,8 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
 }
 
 /* Four rows at once; rows that are not there repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float *m, float *sum, float *p) {
+static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
+                                                       float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
@@ -9782,10 +9785,10 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
      tkvi_decoded_k_avx512},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
      tkvi_decoded_v_avx512},
-    &tkvi_helpers_avx512,
+    &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
-    tkvi_weigh_avx512,
+    tkvi_softmax_step_avx512,
 };
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -10210,10 +10213,11 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
     tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
-                                              tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
-                                              tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
-                                              tkvi_tokens_scalar, tkvi_groups_scalar,    tkvi_tiles_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_128 = {
+    tkvi_halves_128,        tkvi_to_halves_scalar, tkvi_logs_128,
+    tkvi_zeros_128,         tkvi_log_codes_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar, tkvi_columns_scalar,   tkvi_finalize_scales_scalar,
+    tkvi_tokens_scalar,     tkvi_groups_scalar,    tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -10660,7 +10664,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     tkvi_folding_128 a;
     (void)next;
     (void)n;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_128, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
@@ -10751,7 +10755,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     a.top = tkvi_top_v(s);
     a.unit = 1;
     a.wide = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_128, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
             const int channels = tkvi_slab_channels(s, width);
@@ -10784,8 +10788,8 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
         }
 }
 
-static int tkvi_weigh_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
+static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_128 = {
@@ -10793,10 +10797,10 @@ static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_NAME_128,
     {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128, tkvi_decoded_k},
     {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128, tkvi_decoded_v},
-    &tkvi_helpers_128,
+    &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,
-    tkvi_weigh_128,
+    tkvi_softmax_step_128,
 };
 
 #endif /* TKVI_128 */
@@ -10913,50 +10917,52 @@ TKV_API const char *tkv_isa_name(tkv_isa isa) {
 #define TKVI_KERNELS_PREFILL_H
 
 
-#define TKVI_MANY 32          /* rows at most */
-#define TKVI_MANY_FLOATS 4096 /* rows x channels: 16 rows beyond 128 channels; stacks are small */
-#define TKVI_LAZY 8.0f        /* weights may grow to e^8 before sums are scaled down to a new maximum */
+#define TKVI_PREFILL 32          /* rows at most */
+#define TKVI_PREFILL_FLOATS 4096 /* rows x channels: 16 rows beyond 128 channels; stacks are small */
+#define TKVI_LAZY 8.0f           /* weights may grow to e^8 before sums are scaled down to a new maximum */
 
 /* Scores become weights, in place. All arrays are [lanes]. */
 typedef struct tkvi_weighing {
     float *s; /* [64][lanes] scores, then p = exp(s - m) */
     int lanes;
-    const int32_t *low, *high; /* tokens low .. high-1 of the block are seen; NULL: all are */
-    float *m, *l;              /* as good as the maximum, and the sum of p, so far */
-    float *shrink;             /* out: what sums so far are to be multiplied by, if 1 is returned */
-    float *far_attention;      /* sum of p^2 so far, or NULL */
-    const float *hears;        /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
+    const int32_t *low, *high;  /* tokens low .. high-1 of the block are seen; NULL: all are */
+    float *m, *l;               /* as good as the maximum, and the sum of p, so far */
+    float *shrink;              /* out: what sums so far are to be multiplied by, if 1 is returned */
+    float *far_attention;       /* sum of p^2 so far, or NULL */
+    const float *sampled_lanes; /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
 } tkvi_weighing;
 
 /* Rows of queries, and what k keeps of them from block to block. */
-typedef struct tkvi_many_queries {
-    TKVI_ALIGNED float q[TKVI_MANY_FLOATS]; /* [channel as it comes][lanes] */
+typedef struct tkvi_prefill_queries {
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel as it comes][lanes] */
     TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
     TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position, if there are positions (`coded`) */
     /* Queries folded with scales of an earlier block, as integers: those of other blocks are near these. */
-    TKVI_ALIGNED int16_t whole[TKVI_MANY_FLOATS]; /* by position; k knows their order */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM]; /* of that scale, by position; 0: it is 0 */
-    TKVI_ALIGNED float unit[TKVI_MANY];           /* what they count */
-    const uint8_t *order;                         /* the order of positions */
-    int coded;                                    /* so many; 0: there are none yet */
-} tkvi_many_queries;
+    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position; k knows their order */
+    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* of that scale, by position; 0: it is 0 */
+    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* what they count */
+    const uint8_t *order;                            /* the order of positions */
+    int coded;                                       /* so many; 0: there are none yet */
+} tkvi_prefill_queries;
 
-typedef struct tkvi_many {
+typedef struct tkvi_prefill {
     /* As kernels/scalar.h has them for rows; scores: [64][lanes] */
-    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_many_queries *q, int n,
+    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
               int planes, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
               int planes, float *out);
-    int (*weigh)(const tkvi_weighing *w);
+    int (*softmax_step)(const tkvi_weighing *w);
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
     /* 16 rows of x become lanes of y: y[i][r] = x[r][i], n (a multiple of 16) of i. */
     void (*turn)(const float *x, int x_stride, int n, float *y, int y_stride);
-} tkvi_many;
+} tkvi_prefill;
 
-static int tkvi_many_lanes(int pad) { return pad <= TKVI_MANY_FLOATS / TKVI_MANY ? TKVI_MANY : 16; }
+static int tkvi_prefill_lanes(int pad) {
+    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
+}
 
 #endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/prefill_avx512.h ======== */
@@ -10981,8 +10987,8 @@ static int tkvi_many_lanes(int pad) { return pad <= TKVI_MANY_FLOATS / TKVI_MANY
 /* >>products */
 #define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-TKVI_FLAT_AVX512 void tkvi_many_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
-                                           float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
+                                              float *out) {
     __m512 from = _mm512_loadu_ps(rest);
     if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
@@ -11004,11 +11010,11 @@ TKVI_FLAT_AVX512 void tkvi_many_out_avx512(__m512i sum, const float *by, const f
     w += 64 * nv;                                                                                            \
     x += keys ? TKVI_BLOCK : 16;
 #define TKVI_OUT_(j)                                                                                         \
-    tkvi_many_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                            \
-    if (nv > 1) tkvi_many_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
-TKVI_FLAT_AVX512 void tkvi_many_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
-                                             const float *rest, float *out, const int keys, const int nv,
-                                             const int add) {
+    tkvi_prefill_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                         \
+    if (nv > 1) tkvi_prefill_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
+                                                const float *rest, float *out, const int keys, const int nv,
+                                                const int add) {
     __m512i wa, wb, four;
     int i;
     TKVI_EIGHT_(TKVI_FROM_)
@@ -11040,8 +11046,8 @@ TKVI_FLAT_AVX512 void tkvi_many_eight_avx512(const uint8_t *w, const int32_t *x,
 #define TKVI_OUT_(j)                                                                                         \
     _mm512_storeu_ps(out + j * 16 * nv, a##j);                                                               \
     if (nv > 1) _mm512_storeu_ps(out + j * 16 * nv + 16, b##j);
-TKVI_FLAT_AVX512 void tkvi_many_floats_avx512(const float *y, const float *x, int n, const int step,
-                                              const int apart, const int nv, const int add, float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x, int n, const int step,
+                                                 const int apart, const int nv, const int add, float *out) {
     __m512 ya, yb, one;
     int i;
     TKVI_EIGHT_(TKVI_FROM_)
@@ -11057,42 +11063,42 @@ TKVI_FLAT_AVX512 void tkvi_many_floats_avx512(const float *y, const float *x, in
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum { TKVI_MANY_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
 
 /* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
  * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
-#define TKVI_MANY_PRODUCTS_(name, keys, nv, add)                                                             \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_##name##nv##_avx512(                              \
+#define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
-        tkvi_many_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                       \
+        tkvi_prefill_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                    \
     }
-TKVI_MANY_PRODUCTS_(scores, 1, 1, 0)
-TKVI_MANY_PRODUCTS_(scores, 1, 2, 0)
-TKVI_MANY_PRODUCTS_(more, 1, 1, 1)
-TKVI_MANY_PRODUCTS_(more, 1, 2, 1)
-TKVI_MANY_PRODUCTS_(values, 0, 1, 1)
-TKVI_MANY_PRODUCTS_(values, 0, 2, 1)
-#undef TKVI_MANY_PRODUCTS_
+TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
+TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
+TKVI_PREFILL_PRODUCTS_(more, 1, 1, 1)
+TKVI_PREFILL_PRODUCTS_(more, 1, 2, 1)
+TKVI_PREFILL_PRODUCTS_(values, 0, 1, 1)
+TKVI_PREFILL_PRODUCTS_(values, 0, 2, 1)
+#undef TKVI_PREFILL_PRODUCTS_
 
-#define TKVI_MANY_FLOATS_(nv)                                                                                \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_key##nv##_avx512(const float *q, const float *x,  \
-                                                                            int n, float *out) {             \
-        tkvi_many_floats_avx512(q, x, n, 1, TKVI_MANY_WIDE, nv, 0, out);                                     \
+#define TKVI_PREFILL_FLOATS_(nv)                                                                             \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
+        const float *q, const float *x, int n, float *out) {                                                 \
+        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_WIDE, nv, 0, out);                               \
     }                                                                                                        \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_value##nv##_avx512(                               \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
         const float *p, const float *x, int n, float *out) {                                                 \
-        tkvi_many_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                                 \
+        tkvi_prefill_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                              \
     }
-TKVI_MANY_FLOATS_(1)
-TKVI_MANY_FLOATS_(2)
-#undef TKVI_MANY_FLOATS_
+TKVI_PREFILL_FLOATS_(1)
+TKVI_PREFILL_FLOATS_(2)
+#undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
 /* 8 tokens at a time; those beyond n repeat the last one. */
-static TKVI_TARGET_AVX512 void tkvi_many_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *q, const float *ref,
-                                                        int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_MANY_WIDE];
+static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *q, const float *ref,
+                                                           int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_WIDE];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, j, c;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
@@ -11105,18 +11111,18 @@ static TKVI_TARGET_AVX512 void tkvi_many_exact_k_avx512(const tkvi_side *s, cons
             tkvi_prefetch_bytes(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += 16)
                 _mm512_storeu_ps(
-                    x + j * TKVI_MANY_WIDE + c,
+                    x + j * TKVI_PREFILL_WIDE + c,
                     _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
         }
-        if (lanes > 16) tkvi_many_key2_avx512(q, x, s->pad, scores);
-        else tkvi_many_key1_avx512(q, x, s->pad, scores);
+        if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
+        else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
     }
 }
 
 /* 16 channels at a time */
-static TKVI_TARGET_AVX512 void tkvi_many_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *p, int lanes, int n,
-                                                        float *out) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *p, int lanes, int n,
+                                                           float *out) {
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, c, j;
@@ -11126,15 +11132,15 @@ static TKVI_TARGET_AVX512 void tkvi_many_exact_v_avx512(const tkvi_side *s, cons
             tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
         }
         for (j = 0; j < 16; j += 8, out += 8 * lanes) {
-            if (lanes > 16) tkvi_many_value2_avx512(p, x + j, n, out);
-            else tkvi_many_value1_avx512(p, x + j, n, out);
+            if (lanes > 16) tkvi_prefill_value2_avx512(p, x + j, n, out);
+            else tkvi_prefill_value1_avx512(p, x + j, n, out);
         }
     }
 }
 
 /* >>tiles */
 /* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
-TKVI_FLAT_AVX512 __m512i tkvi_many_four_avx512(const __m512i *x) {
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_four_avx512(const __m512i *x) {
     const __m512i turn = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
     return _mm512_shuffle_epi8(
@@ -11142,57 +11148,57 @@ TKVI_FLAT_AVX512 __m512i tkvi_many_four_avx512(const __m512i *x) {
 }
 
 /* top / most, 0 where weights are next to nothing */
-TKVI_FLAT_AVX512 __m512 tkvi_many_inverse_avx512(__m512 most, float top) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
 /* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
-TKVI_FLAT_AVX512 int tkvi_many_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+TKVI_FLAT_AVX512 int tkvi_prefill_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
                               _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
-static const float tkvi_many_none[TKVI_MANY] = {0.0f};
+static const float tkvi_prefill_none[TKVI_PREFILL] = {0.0f};
 
 /* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
-typedef struct tkvi_many_fold {
-    TKVI_ALIGNED uint8_t w[2][TKVI_MANY_FLOATS]; /* [tile or quad][lanes][4] */
-    TKVI_ALIGNED float by[2][TKVI_MANY], rest[TKVI_MANY];
+typedef struct tkvi_prefill_fold {
+    TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
+    TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
     int second; /* so many tiles or quads have a second plane */
-} tkvi_many_fold;
+} tkvi_prefill_fold;
 
-TKVI_FLAT_AVX512 void tkvi_many_steps_avx512(__m512 step, tkvi_many_fold *f, int v) {
+TKVI_FLAT_AVX512 void tkvi_prefill_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
     _mm512_store_ps(f->by[0] + 16 * v, step);
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
 /* Of n tokens or channels, both planes of weights. */
-static void tkvi_many_scores_avx512(const tkvi_many_fold *f, int lanes, int tiles, const int32_t *x, int n,
-                                    float *out) {
+static void tkvi_prefill_scores_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
+                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_many_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        else tkvi_many_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
         if (!f->second) continue;
-        if (lanes > 16) tkvi_many_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
-        else tkvi_many_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
+        if (lanes > 16) tkvi_prefill_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
+        else tkvi_prefill_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
     }
 }
 
-static void tkvi_many_values_avx512(const tkvi_many_fold *f, int lanes, int quads, const int32_t *x, int n,
-                                    float *out) {
+static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
+                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_many_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_many_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_prefill_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
         if (!f->second) continue;
-        if (lanes > 16) tkvi_many_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
-        else tkvi_many_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
+        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
+        else tkvi_prefill_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
     }
 }
 
 /* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each plane. */
-TKVI_FLAT_AVX512 __m512 tkvi_many_less_avx512(__m512 rest, const tkvi_many_fold *f, int v, const __m512i *sum,
-                                              float half) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
+                                                 const __m512i *sum, float half) {
     int plane;
     for (plane = 0; plane < 2; plane++)
         rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
@@ -11201,23 +11207,23 @@ TKVI_FLAT_AVX512 __m512 tkvi_many_less_avx512(__m512 rest, const tkvi_many_fold 
 }
 
 /* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
-typedef struct tkvi_many_keys {
+typedef struct tkvi_prefill_keys {
     const tkvi_side *s;
-    tkvi_many_queries *q;
+    tkvi_prefill_queries *q;
     const float *scale, *rest;
     const uint8_t *centre2; /* by position, twice the centre of codes */
     int coded, wide, planes;
     float coarse;
-} tkvi_many_keys;
+} tkvi_prefill_keys;
 
 /* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
  * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first of
  * two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
-enum { TKVI_MANY_ONE = 16384, TKVI_MANY_LEAST = TKVI_MANY_ONE / 16 };
+enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
 
 /* Scales of this block over those of the other one; 0 if that one was too different. */
-TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by) {
-    const tkvi_many_queries *q = a->q;
+TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_t *by) {
+    const tkvi_prefill_queries *q = a->q;
     int c;
     if (q->coded != a->coded) return 0;
     for (c = 0; c < a->coded; c += 16) {
@@ -11225,8 +11231,8 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
         const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
         const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
         const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_MANY_LEAST)) &
-                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_MANY_ONE - 1));
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_LEAST)) &
+                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
         const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
         if (there & ~((none & zero) | (inside & ~none))) return 0;
         _mm256_storeu_si256((__m256i *)(void *)(by + c), _mm512_cvtsepi32_epi16(x));
@@ -11235,7 +11241,7 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
 }
 
 /* This block is that other one from now on, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, int v) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 most = _mm512_setzero_ps(), times;
@@ -11244,7 +11250,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, in
         const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
         most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
     }
-    times = tkvi_many_inverse_avx512(most, 32767.0f);
+    times = tkvi_prefill_inverse_avx512(most, 32767.0f);
     _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
         int16_t *to = a->q->whole + c * lanes + 64 * v;
@@ -11265,22 +11271,22 @@ static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, in
 }
 
 /* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
-TKVI_FLAT_AVX512 void tkvi_many_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+TKVI_FLAT_AVX512 void tkvi_prefill_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
     y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
     y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_many_load4_avx512(const uint8_t *p) {
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
 }
 
 /* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, int v,
-                                                     int two, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys *a, const int16_t *by, int v,
+                                                        int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const int16_t *whole = a->q->whole + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
@@ -11289,7 +11295,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
@@ -11307,7 +11313,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
     b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_many_steps_avx512(
+    tkvi_prefill_steps_avx512(
         _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
                       _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
         f, v);
@@ -11323,7 +11329,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     }
     for (c = 0; c < two; c += 4) { /* 128 hi + lo */
         __m512i lo[2];
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -11332,7 +11338,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
         }
         y[0] = _mm512_packs_epi16(y[0], y[1]);
         lo[0] = _mm512_packs_epi16(lo[0], lo[1]);
-        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
@@ -11342,23 +11348,24 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
-        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
-    _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
     /* the largest weight is 127, or there is none */
     some = _mm512_test_epi32_mask(squares, squares);
     return two < a->coded &&
-           tkvi_many_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
-                                  _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+           tkvi_prefill_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
+                                     _mm512_cvtepi32_ps(squares), TKVI_PLANE);
 }
 
 /* Adds what does not depend on codes, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, int v, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys *a, int v,
+                                                        tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 rest[4];
@@ -11376,24 +11383,24 @@ static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, in
     _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_keys *a, tkvi_prefill_fold *f) {
     TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
     const int nv = a->q->lanes / 16;
     int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    if (!tkvi_many_near_avx512(a, by)) {
+    if (!tkvi_prefill_near_avx512(a, by)) {
         a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_many_anew_avx512(a, v);
+        for (v = 0; v < nv; v++) tkvi_prefill_anew_avx512(a, v);
         for (c = 0; c < a->coded; c++) {
             const int some = fabsf(a->scale[c]) > 1e-34f;
-            a->q->inverse[c] = some ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
-            by[c] = some ? TKVI_MANY_ONE : 0;
+            a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
+            by[c] = some ? TKVI_PREFILL_ONE : 0;
         }
     }
-    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, v, two, f);
+    for (v = 0; v < nv; v++) tower |= tkvi_prefill_round_avx512(a, by, v, two, f);
     if (tower) two = a->coded;
     for (v = 0; v < nv; v++) {
-        if (tower) (void)tkvi_many_round_avx512(a, by, v, two, f);
-        tkvi_many_rest_avx512(a, v, f);
+        if (tower) (void)tkvi_prefill_round_avx512(a, by, v, two, f);
+        tkvi_prefill_rest_avx512(a, v, f);
     }
     f->second = two / 4;
 }
@@ -11408,8 +11415,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, 
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* All tiles to bytes: [tile][64 tokens][4] */
-static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                         uintptr_t ahead, uint8_t *x) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                            uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
     __m512i y[4];
     int half = 0, i, p;
@@ -11425,8 +11432,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, con
 #undef TKVI_RUN_
 
 /* zero - ref + centre * scale, in place of zero */
-static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                      const float *ref, const float *scale, float *zero) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                         const float *ref, const float *scale, float *zero) {
     const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
@@ -11440,18 +11447,18 @@ static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const 
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, tkvi_many_queries *q, int planes,
-                                                        float *scores) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, tkvi_prefill_queries *q,
+                                                           int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     const int tokens = TKVI_BLOCK / s->groups;
-    tkvi_many_fold fold;
-    tkvi_many_keys a;
+    tkvi_prefill_fold fold;
+    tkvi_prefill_keys a;
     int width, g, c;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_avx512, scale, rest);
-    tkvi_many_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
+    tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
     for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
         memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
@@ -11461,7 +11468,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
     }
-    tkvi_many_rests_avx512(s, centre2, q->sorted, scale, rest);
+    tkvi_prefill_rests_avx512(s, centre2, q->sorted, scale, rest);
     a.s = s;
     a.q = q;
     a.centre2 = centre2;
@@ -11471,20 +11478,21 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
-        tkvi_many_fold_k_avx512(&a, &fold);
-        tkvi_many_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                scores + g * tokens * q->lanes);
+        tkvi_prefill_fold_k_avx512(&a, &fold);
+        tkvi_prefill_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                   scores + g * tokens * q->lanes);
     }
 }
 
 /* Channels of one width and group. */
-typedef struct tkvi_many_values {
+typedef struct tkvi_prefill_values {
     const float *p, *scale, *zero;
     float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
     int planes;
-} tkvi_many_values;
+} tkvi_prefill_values;
 
-TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const int nv, tkvi_many_fold *f) {
+TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, const int nv,
+                                                 tkvi_prefill_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
     const __m512i ones = tkvi_all_avx512(1);
@@ -11524,15 +11532,15 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const i
     if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++)
-            tower |= tkvi_many_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+            tower |= tkvi_prefill_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
     }
     f->second = tower ? TKVI_BLOCK / 4 : 0;
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
                     first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
-        by[v] = tkvi_many_inverse_avx512(most[v], top);
-        tkvi_many_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        by[v] = tkvi_prefill_inverse_avx512(most[v], top);
+        tkvi_prefill_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
         all[v][0] = all[v][1] = _mm512_setzero_si512();
     }
     for (t = 0; t < TKVI_BLOCK; t += 4) {
@@ -11552,23 +11560,23 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const i
                     lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
                     x[j] = _mm512_srli_epi32(x[j], 7);
                 }
-                lo[0] = tkvi_many_four_avx512(lo);
+                lo[0] = tkvi_prefill_four_avx512(lo);
                 all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
                 _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
             }
-            x[0] = tkvi_many_four_avx512(x);
+            x[0] = tkvi_prefill_four_avx512(x);
             all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
             _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
         }
     }
     TKVI_UNROLL
     for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+        _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
 /* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
-TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
-                                            const uint8_t *tops, int half, int8_t *x) {
+TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
+                                               const uint8_t *tops, int half, int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
@@ -11591,9 +11599,10 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_many_slab_avx512(s, bits, wide, tops, half, x); break;
-static TKVI_TARGET_AVX512 void tkvi_many_unpack_v_avx512(const tkvi_side *s, int width, const uint8_t *wide,
-                                                         const uint8_t *tops, int half, int8_t *x) {
+    case bits: tkvi_prefill_slab_avx512(s, bits, wide, tops, half, x); break;
+static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
+                                                            const uint8_t *wide, const uint8_t *tops,
+                                                            int half, int8_t *x) {
     switch (width) {
         TKVI_RUN_(1)
         TKVI_RUN_(2)
@@ -11607,16 +11616,16 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_v_avx512(const tkvi_side *s, int
 }
 #undef TKVI_RUN_
 
-static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *p, int lanes, int n,
-                                                        int planes, float *out) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *p, int lanes, int n,
+                                                           int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
-    tkvi_many_fold fold;
-    tkvi_many_values a;
+    tkvi_prefill_fold fold;
+    tkvi_prefill_values a;
     int width, i, c, half = 0, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_avx512, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
     a.planes = planes;
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
@@ -11629,15 +11638,15 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, cons
                 a.centre = tkvi_centre(s, width);
                 a.middle = s->levels ? 0.0f : (float)((1 << width) - 1 - (width == 8 ? 256 : 0));
                 a.coarse = tkvi_coarse_v(s, width);
-                if (lanes > 16) tkvi_many_fold_v_avx512(&a, 2, &fold);
-                else tkvi_many_fold_v_avx512(&a, 1, &fold);
+                if (lanes > 16) tkvi_prefill_fold_v_avx512(&a, 2, &fold);
+                else tkvi_prefill_fold_v_avx512(&a, 1, &fold);
             }
-            tkvi_many_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
+            tkvi_prefill_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
             tkvi_prefetch_bytes(wide, 4 * tkvi_wide_bytes[width], ahead);
             wide += 4 * tkvi_wide_bytes[width];
             half += 4 * tkvi_has_half[width];
             for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_many_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+                tkvi_prefill_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
     }
 }
@@ -11645,7 +11654,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, cons
 /* >>all */
 #define TKVI_LOG2E 1.44269502f
 /* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
-TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
     const __m512 r = _mm512_sub_ps(x, n);
@@ -11658,7 +11667,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 
-static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) {
     const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
@@ -11697,17 +11706,17 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const __m512 y = tkvi_many_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
+            const __m512 y = tkvi_prefill_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
             _mm512_storeu_ps(s + t * w->lanes, y);
             sum = _mm512_add_ps(sum, y);
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
         if (!w->far_attention) continue;
-        for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
+        for (t = 0; t < TKVI_BLOCK && w->sampled_lanes; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
             squares = _mm512_fmadd_ps(y, y, squares);
         }
-        if (w->hears) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->hears + v));
+        if (w->sampled_lanes) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->sampled_lanes + v));
         by = _mm512_mul_ps(by, by);
         _mm512_storeu_ps(w->far_attention + v,
                          _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
@@ -11715,7 +11724,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
     return shrinks != 0;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lanes, const float *by) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int lanes, const float *by) {
     int i, v;
     for (i = 0; i < n; i++, x += lanes)
         for (v = 0; v < lanes; v += 16)
@@ -11723,7 +11732,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lane
 }
 
 /* core/rotate.h, rows in lanes */
-static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lanes) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_window_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -11737,16 +11746,16 @@ static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lane
                 }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_rotate_back_avx512(float *x, int dim, int lanes) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim, int lanes) {
     const int k = tkvi_log2_floor(dim), n = 1 << k;
     int i, v;
     if (n < dim) {
-        tkvi_many_window_avx512(x + (dim - n) * lanes, n, lanes);
+        tkvi_prefill_window_avx512(x + (dim - n) * lanes, n, lanes);
         for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
             _mm512_storeu_ps(x + i,
                              _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
     }
-    tkvi_many_window_avx512(x, n, lanes);
+    tkvi_prefill_window_avx512(x, n, lanes);
     for (i = 0; i < dim; i++) {
         const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
         const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
@@ -11756,8 +11765,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_rotate_back_avx512(float *x, int dim, i
 }
 
 /* 16 x 16 at a time */
-static TKVI_TARGET_AVX512 void tkvi_many_turn_avx512(const float *x, int x_stride, int n, float *y,
-                                                     int y_stride) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_stride, int n, float *y,
+                                                        int y_stride) {
     int i, r, k;
     for (i = 0; i < n; i += 16) {
         __m512 a[16], b[16];
@@ -11789,23 +11798,24 @@ static TKVI_TARGET_AVX512 void tkvi_many_turn_avx512(const float *x, int x_strid
     }
 }
 
-static void tkvi_many_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                               tkvi_many_queries *q, int n, int planes, float *scores) {
+static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                  tkvi_prefill_queries *q, int n, int planes, float *scores) {
     const uintptr_t ahead = tkvi_ahead(src, next);
-    if (tkvi_is_exact(s->format)) tkvi_many_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_many_tiles_k_avx512(s, src, ahead, q, planes, scores);
+    if (tkvi_is_exact(s->format))
+        tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, planes, scores);
 }
 
-static void tkvi_many_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                               int lanes, int n, int planes, float *out) {
+static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                  int lanes, int n, int planes, float *out) {
     const uintptr_t ahead = tkvi_ahead(src, next);
-    if (tkvi_is_exact(s->format)) tkvi_many_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_many_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+    if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
+    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
 }
 
-static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_many_v_avx512,
-                                           tkvi_many_weigh_avx512,       tkvi_many_shrink_avx512,
-                                           tkvi_many_rotate_back_avx512, tkvi_many_turn_avx512};
+static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,           tkvi_prefill_v_avx512,
+                                                 tkvi_prefill_weigh_avx512,       tkvi_prefill_shrink_avx512,
+                                                 tkvi_prefill_rotate_back_avx512, tkvi_prefill_turn_avx512};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -11814,9 +11824,9 @@ static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_ma
 #endif /* TKVI_AVX512 */
 
 /* NULL: 8 rows at a time, by kernels/scalar.h. */
-static const tkvi_many *tkvi_many_of(tkv_isa isa) {
+static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
-    if (isa == TKV_ISA_AVX512) return &tkvi_many_avx512;
+    if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;
 #endif
     (void)isa;
     return NULL;
@@ -13019,10 +13029,10 @@ TKV_API tkv_status tkv_evict_budgets(const tkv_evict_budget *b, int *out) {
 #define TKVI_RULES_SCORE_MODES_H
 
 
-#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_MASS_EVERY 32
+#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_TOKEN_SCORE_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* of what comes at once: counted it is an int */
+#define TKVI_TOKEN_SCORE_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
 typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
@@ -13060,7 +13070,7 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
 }
 
 /* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
-static uint32_t tkvi_mass_counted(float x, float one) {
+static uint32_t tkvi_token_score_counted(float x, float one) {
     const uint32_t bits = tkvi_bits(x * one + 0.5f);
     return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
@@ -13084,7 +13094,7 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 }
 
 /* >>the table */
-typedef struct tkvi_mass_mode {
+typedef struct tkvi_token_score_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
     float sign;  /* of what is gathered, where high numbers are to be good */
@@ -13093,45 +13103,47 @@ typedef struct tkvi_mass_mode {
     tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
     tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
-} tkvi_mass_mode;
+} tkvi_token_score_mode;
 
 enum {
-    TKVI_MASS_SUM,
-    TKVI_MASS_LARGEST,
-    TKVI_MASS_LOWS,
-    TKVI_MASS_LAST,
-    TKVI_MASS_OBSERVED,
-    TKVI_MASS_MODES
+    TKVI_TOKEN_SCORE_SUM,
+    TKVI_TOKEN_SCORE_LARGEST,
+    TKVI_TOKEN_SCORE_LOWS,
+    TKVI_TOKEN_SCORE_LAST,
+    TKVI_TOKEN_SCORE_OBSERVED,
+    TKVI_TOKEN_SCORE_MODES
 };
 
-static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
-/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
-static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
-    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+/* In the order of tkv_importance_strategy; TKVI_TOKEN_SCORE_MODES: nothing. */
+static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
+    TKVI_TOKEN_SCORE_LOWS};
 
 /* What a config asks for. */
-typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode; /* NULL: nothing is gathered */
-    int every;                  /* one query in so many tells, or */
-    int newest;                 /* the newest so many do */
+typedef struct tkvi_token_scores {
+    const tkvi_token_score_mode *mode; /* NULL: nothing is gathered */
+    int every;                         /* one query in so many tells, or */
+    int newest;                        /* the newest so many do */
     tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
     float one;          /* 1 of what a query head tells, as a whole number */
     float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
-} tkvi_mass;
+} tkvi_token_scores;
 
 /* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
-static void tkvi_mass_heads(tkvi_mass *m, int n) {
+static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
@@ -13145,25 +13157,25 @@ static void tkvi_mass_heads(tkvi_mass *m, int n) {
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
 
-static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* no cache has such a config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
-    for (i = 0; i < TKVI_MASS_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
+    for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
     if (m->mode) { /* policies know no decay but the caller's */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
     } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
-        i = tkvi_mass_of_strategy[m->importance.strategy];
-        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+        i = tkvi_token_score_of_strategy[m->importance.strategy];
+        if (i < TKVI_TOKEN_SCORE_MODES) m->mode = &tkvi_token_score_modes[i];
     }
-    if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
+    if (m->mode) tkvi_token_score_heads(m, cfg->n_heads / cfg->n_kv_heads);
 }
 
 #endif /* TKVI_RULES_SCORE_MODES_H */
@@ -13360,9 +13372,9 @@ TKV_API tkv_status tkv_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 
 /* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
  * checksum. */
-#define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
-#define TKVI_SPILL_HASH 8u
-#define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
+#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+#define TKVI_OFFLOAD_CHECKSUM 8u
+#define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
@@ -13394,19 +13406,19 @@ typedef struct tkvi_class {
 } tkvi_class;
 
 /* What one level of the ladder says of a layer. */
-typedef struct tkvi_rule {
+typedef struct tkvi_tier_spec {
     int hot, warm; /* tokens */
     int key[TKV_TIER_COUNT];
     int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
     int shared[TKV_TIER_COUNT]; /* 1: needs a table */
-} tkvi_rule;
+} tkvi_tier_spec;
 
 typedef struct tkvi_plan {
     int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
     int sink, window; /* tokens; window 0: none */
     int keep;         /* widest window of all layers that read this one's blocks; 0: none */
     int sink_coding;
-    tkvi_rule now; /* of the level that the cache is at */
+    tkvi_tier_spec now; /* of the level that the cache is at */
     int allocates,
         kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
     int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
@@ -13426,7 +13438,7 @@ typedef struct tkvi_key {
     int tokens;
 } tkvi_key;
 
-typedef struct tkvi_shape {
+typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
@@ -13442,7 +13454,7 @@ typedef struct tkvi_shape {
     int class_of[TKVI_MAX_CODINGS];
     tkvi_class size_class[TKVI_MAX_CODINGS];
     size_t page_bytes;
-} tkvi_shape;
+} tkvi_derived_config;
 
 /* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
 typedef struct tkvi_version {
@@ -13463,11 +13475,11 @@ typedef struct tkvi_tables {
     int n_keys, n_codings, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
-    tkvi_plan *plan;     /* [n_layers] */
-    tkvi_rule *rule;     /* [n_layers][n_levels] */
-    int n_levels, level; /* of the ladder, and where the cache is */
-    int spare;           /* pages that recoding needs under a budget */
-    tkvi_coding *coding; /* [n_codings] */
+    tkvi_plan *plan;      /* [n_layers] */
+    tkvi_tier_spec *rule; /* [n_layers][n_levels] */
+    int n_levels, level;  /* of the ladder, and where the cache is */
+    int spare;            /* pages that recoding needs under a budget */
+    tkvi_coding *coding;  /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes; /* of each; 0: no layer needs tables */
@@ -13479,12 +13491,12 @@ typedef struct tkvi_tables {
 
 /* The coding that blocks of this layer's tier get now. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
-    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_tier_spec *r = &t->plan[layer].now;
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
 /* What the levels say of a layer, n_levels of them. */
-static tkvi_rule *tkvi_rules_of(const tkvi_tables *t, int layer) {
+static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
     return t->rule + (size_t)layer * (size_t)t->n_levels;
 }
 
@@ -13499,11 +13511,11 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 /* >>validate */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_say(&t, field);
-    tkvi_say(&t, " is ");
-    tkvi_say_int(&t, value);
-    tkvi_say(&t, "; ");
-    tkvi_say(&t, want);
+    tkvi_append_text(&t, field);
+    tkvi_append_text(&t, " is ");
+    tkvi_append_int(&t, value);
+    tkvi_append_text(&t, "; ");
+    tkvi_append_text(&t, want);
     return TKV_ERR_CONFIG;
 }
 
@@ -13513,11 +13525,11 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
     if (layer >= 0) {
-        tkvi_say(&t, "layers[");
-        tkvi_say_int(&t, layer);
-        tkvi_say(&t, "].");
+        tkvi_append_text(&t, "layers[");
+        tkvi_append_int(&t, layer);
+        tkvi_append_text(&t, "].");
     }
-    tkvi_say(&t, field);
+    tkvi_append_text(&t, field);
     return tkvi_bad(reason, size, name, value, want);
 }
 
@@ -13691,7 +13703,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     return tkvi_policy_fill(&p, full);
 }
 
-static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
+static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
@@ -13702,7 +13714,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
-static int tkvi_find_key(tkvi_shape *h, tkv_pair pair, int tokens) {
+static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
@@ -13798,7 +13810,8 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
 }
 
 /* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
-static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkvi_rule *r, int64_t *blocks) {
+static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
+                              int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
@@ -13815,13 +13828,13 @@ static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkv
 
 /* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
  * that takes everything. */
-static int tkvi_reached(const tkv_config *cfg, const tkvi_rule *r, int tier) {
+static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
     return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
 /* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
-static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_rule *r) {
+static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
@@ -13840,7 +13853,7 @@ static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_
 }
 
 /* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
-static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule *rule) {
+static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
     tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
@@ -13852,7 +13865,7 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
-    for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
+    for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.policy.min_level];
     p->sink_coding =
         p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
@@ -13864,14 +13877,14 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
 }
 
 /* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
-static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
+static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
-        tkvi_rule *r = &rule[at / TKV_TIER_COUNT];
+        tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
         if (tier == TKV_HOT || !r->shared[tier]) continue;
         for (before = 0; before < at; before++) {
-            const tkvi_rule *b = &rule[before / TKV_TIER_COUNT];
+            const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
             if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
         }
         if (before < at) {
@@ -13884,8 +13897,8 @@ static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
 }
 
 /* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
-static int tkvi_spare_of(tkvi_shape *h) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static int tkvi_recode_pages_of(tkvi_derived_config *h) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.n_layers; i++) {
@@ -13904,10 +13917,10 @@ static int tkvi_spare_of(tkvi_shape *h) {
 }
 
 /* The config must be valid. */
-static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
+static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
     int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
-    tkvi_rule rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
@@ -13940,7 +13953,7 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     }
     for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
+    h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
@@ -13964,10 +13977,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         st = tkvi_validate_tiers(&c, -1, why, sizeof why);
         if (st) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_say(&t, "ladder[");
-            tkvi_say_int(&t, i);
-            tkvi_say(&t, "].");
-            tkvi_say(&t, why);
+            tkvi_append_text(&t, "ladder[");
+            tkvi_append_int(&t, i);
+            tkvi_append_text(&t, "].");
+            tkvi_append_text(&t, why);
             return st;
         }
     }
@@ -14003,7 +14016,8 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 }
 
 /* Every field; the shape is that of the valid config. */
-static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
+                                size_t size) {
     const char *wrong, *field;
     float value;
     tkv_layer_config wide;
@@ -14087,14 +14101,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         wrong = tkvi_policy_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_say(&t, "policy: ");
-            tkvi_say(&t, wrong);
+            tkvi_append_text(&t, "policy: ");
+            tkvi_append_text(&t, wrong);
             return TKV_ERR_CONFIG;
         }
     }
     if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
-    if (!st && tkvi_shape_of(cfg, shape))
+    if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
     if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
@@ -14106,7 +14120,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
-            if (r.k.bytes > TKVI_SPILL_SIDE || r.v.bytes > TKVI_SPILL_SIDE)
+            if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
                     reason, size, "spill.store", 1,
                     "heads of more than 128 channels in F32 are too large to be spilled: take F16");
@@ -14116,7 +14130,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
 }
 
 TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
@@ -14125,10 +14139,10 @@ typedef struct tkvi_table_sizes {
     size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
-static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
+static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
-    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_rule));
+    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
@@ -14138,7 +14152,7 @@ static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
     return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
-static size_t tkvi_tables_bytes(const tkvi_shape *h) {
+static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     tkvi_table_sizes s;
     return tkvi_table_sizes_of(h, &s);
 }
@@ -14161,7 +14175,7 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
     return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
 }
 
-static size_t tkvi_version_bytes(const tkvi_shape *h) {
+static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
     return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
                                  h->any_kvquant, &s);
@@ -14201,7 +14215,7 @@ static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
 }
 
-static void tkvi_coding_init(tkvi_coding *c, const tkvi_shape *h, int key) {
+static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
@@ -14277,7 +14291,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
     }
 }
 
-static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
+static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
     int i, n, v, next = h->n_keys;
@@ -14294,7 +14308,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->n_levels = h->n_levels;
     t->spare = h->spare;
     t->plan = (tkvi_plan *)(void *)mem;
-    t->rule = (tkvi_rule *)(void *)(mem += s.plan);
+    t->rule = (tkvi_tier_spec *)(void *)(mem += s.plan);
     t->coding = (tkvi_coding *)(void *)(mem += s.rule);
     t->size_class = (tkvi_class *)(void *)(mem += s.coding);
     record = (tkvi_record *)(void *)(mem += s.size_class);
@@ -14311,7 +14325,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_rule *rule = tkvi_rules_of(t, i);
+        tkvi_tier_spec *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);
@@ -14451,39 +14465,39 @@ typedef struct tkvi_block {
     int16_t
         packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
     uint16_t
-        via; /* 0, or 1 + the coding between the hot format and this one: step/recompute.h goes the same way */
+        previous_coding; /* 0, or 1 + the coding between the hot format and this one (step/recompute.h) */
     uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
     uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped, or their importance counts. */
-typedef struct tkvi_notes {
-    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got, or norms of their keys (reclaim/scores.h) */
-    uint64_t pinned;    /* bits: they stay */
-    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
-    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
+typedef struct tkvi_token_meta {
+    uint16_t where[64];      /* positions, of a packed block (tkvi_at) */
+    uint32_t mass[64];       /* attention that they got, or norms of their keys (reclaim/scores.h) */
+    uint64_t pinned;         /* bits: they stay */
+    uint64_t temporary_pins; /* bits: they stay while the list is shorter than `until` */
+    uint64_t anchored;       /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen; /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
     int until;
     int step;  /* when mass was last added to */
     int moved; /* 0, or 1 + the list's length when the block last changed its tier */
-} tkvi_notes;
+} tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all;    /* in place: pages are never given back */
-    int spare;       /* free pages that only recoding may use */
-    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
+    int keep_all;            /* in place: pages are never given back */
+    int spare;               /* free pages that only recoding may use */
+    int64_t kept_free_pages; /* free pages that are not given back: they would be asked for again soon */
     int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
-    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
+    tkvi_token_meta *token_meta;              /* of each block, behind them; NULL: nobody asks for any */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
-    uint32_t n_absent;                        /* ... and of these, those that nobody has */
+    uint32_t n_offloaded;                     /* of them, those whose bytes are not in RAM ... */
+    uint32_t n_discarded;                     /* ... and of these, those that nobody has */
     uint64_t marks;                           /* what was stored last (reclaim/offload.h): 47 bits */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -14528,13 +14542,13 @@ static uint32_t tkvi_cap_for(int64_t want) {
     return cap;
 }
 
-static int tkvi_takes_notes(const tkv_config *cfg) {
+static int tkvi_keeps_token_meta(const tkv_config *cfg) {
     return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its notes included. */
 static size_t tkvi_block_entry(const tkv_config *cfg) {
-    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
+    return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
@@ -14549,12 +14563,13 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
     if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
+    if (had && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, had * entry);
     pool->block = (tkvi_block *)(void *)bigger;
-    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
-                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
-                      : NULL;
+    pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
+                           ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
+                           : NULL;
     pool->block_cap = cap;
     for (i = cap; i-- > had;) {
         pool->block[i].page = pool->free_block;
@@ -14605,8 +14620,8 @@ static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
 
 /* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
  * into the hole. */
-static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
-    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
+static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
+    const int64_t keep = pool->spare + kept_free_pages + tkvi_promised_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -14634,7 +14649,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
     }
 }
 
-static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
+static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->kept_free_pages); }
 
 /* >>slots */
 static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {
@@ -14733,9 +14748,9 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
-    b->via = 0;
+    b->previous_coding = 0;
     b->copy = 0;
-    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
+    if (pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
@@ -14756,42 +14771,42 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 }
 
 /* >>outside: what the caller's store has of a block, under key 2 * number + this */
-typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
+typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
 /* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
 /* The mark of what was stored of it. */
-static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
     return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
 
-static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
+static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }
 
-static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
+static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
     const tkv_spill_config *s = &pool->tables->cfg.spill;
     if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
 }
 
 /* Its tokens are no longer where the exact copy has them, or it dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
+    if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 
 /* It is in RAM again, or dies. */
-static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
-    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
-    else tkvi_drop_key(pool, id, TKVI_ITSELF);
-    pool->n_spilled--;
+static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
+    if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
+    else tkvi_erase_key(pool, id, TKVI_ITSELF);
+    pool->n_offloaded--;
 }
 
 static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     tkvi_block *b = &pool->block[id];
     if (--b->refs) return;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, id);
     else tkvi_give_slot(pool, b->page, b->slot);
     tkvi_forget_copy(pool, id);
     b->page = pool->free_block;
@@ -14859,53 +14874,53 @@ static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
 #define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
 #define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
 
-typedef struct tkvi_tally {
+typedef struct tkvi_error_sums {
     uint64_t samples, agreed;
     uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
     uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
     uint64_t worst;             /* largest divergence */
-} tkvi_tally;
+} tkvi_error_sums;
 
-typedef struct tkvi_gauge {
+typedef struct tkvi_head_probe {
     int layer, head;
     int phase;      /* positions p with (p + phase) % every == 0 are measured */
     int n, stride;  /* copies; of every stride-th block */
     int *start;     /* [slots] first position of each copied block, rising */
     int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
     uint8_t *bytes; /* [slots][record_bytes] */
-    tkvi_tally sum;
-} tkvi_gauge;
+    tkvi_error_sums sum;
+} tkvi_head_probe;
 
 typedef struct tkvi_meter {
     int lock; /* of the sums */
     int seq;  /* whose blocks are copied; -1: of the next one that begins */
     int n, slots, every;
     size_t record_bytes;
-    tkvi_gauge *gauge; /* [n] */
+    tkvi_head_probe *head_probe; /* [n] */
 } tkvi_meter;
 
 /* >>how many, how large */
-static int tkvi_meter_heads(const tkvi_shape *h) {
+static int tkvi_meter_heads(const tkvi_derived_config *h) {
     return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
 }
 
-static int tkvi_meter_slots(const tkvi_shape *h) {
+static int tkvi_meter_slots(const tkvi_derived_config *h) {
     return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
 /* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
-static int tkvi_meter_sizes(const tkvi_shape *h, size_t *tables, size_t *copies) {
+static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
     size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
     *tables = *copies = 0;
     if (!n) return 1;
-    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_gauge)) +
+    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
 /* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
  * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
-static int tkvi_meter_every(const tkvi_shape *h) {
+static int tkvi_meter_every(const tkvi_derived_config *h) {
     int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
     int every = 32;
     if (h->cfg.quality_every) return h->cfg.quality_every;
@@ -14919,9 +14934,9 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     for (i = 0; i < m->n; i++) {
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
         for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
-        m->gauge[i].layer = layer;
-        m->gauge[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
-        m->gauge[i].phase = (int)((int64_t)i * m->every / m->n);
+        m->head_probe[i].layer = layer;
+        m->head_probe[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
     }
 }
 
@@ -14930,14 +14945,14 @@ static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
     m->seq = -1;
     for (i = 0; i < m->n; i++) {
-        m->gauge[i].n = 0;
-        m->gauge[i].stride = 1;
-        for (k = 0; k < m->slots; k++) m->gauge[i].slot[k] = k;
+        m->head_probe[i].n = 0;
+        m->head_probe[i].stride = 1;
+        for (k = 0; k < m->slots; k++) m->head_probe[i].slot[k] = k;
     }
 }
 
 /* In cleared memory; the copies need not be. NULL if the config asks for none. */
-static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, uint8_t *tables,
+static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tables *t, uint8_t *tables,
                                     uint8_t *copies) {
     tkvi_meter *m = (tkvi_meter *)(void *)tables;
     int i, n = tkvi_meter_heads(h), *numbers;
@@ -14947,12 +14962,12 @@ static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, u
     m->every = tkvi_meter_every(h);
     m->record_bytes = h->hot_record;
     tables += tkvi_align_up(sizeof *m);
-    m->gauge = (tkvi_gauge *)(void *)tables;
-    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_gauge)));
+    m->head_probe = (tkvi_head_probe *)(void *)tables;
+    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_head_probe)));
     for (i = 0; i < n; i++) {
-        m->gauge[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
-        m->gauge[i].slot = m->gauge[i].start + m->slots;
-        m->gauge[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
+        m->head_probe[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
+        m->head_probe[i].slot = m->head_probe[i].start + m->slots;
+        m->head_probe[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
     }
     tkvi_meter_place(m, t, h->n_stored);
     tkvi_meter_clear(m);
@@ -14960,15 +14975,15 @@ static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, u
 }
 
 /* The gauge of a head, or NULL. */
-static tkvi_gauge *tkvi_gauge_of(const tkvi_meter *m, int layer, int head) {
+static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
     for (i = 0; m && i < m->n; i++)
-        if (m->gauge[i].layer == layer && m->gauge[i].head == head) return &m->gauge[i];
+        if (m->head_probe[i].layer == layer && m->head_probe[i].head == head) return &m->head_probe[i];
     return NULL;
 }
 
 /* >>copies */
-static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
+static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     int slot = g->slot[i];
     g->n--;
     memmove(g->start + i, g->start + i + 1, (size_t)(g->n - i) * sizeof *g->start);
@@ -14977,16 +14992,16 @@ static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
 }
 
 /* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
-static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int dropped, const uint8_t *record,
-                            size_t bytes) {
+static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
+                                 const uint8_t *record, size_t bytes) {
     int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
-    while (g->n && g->start[0] < dropped) tkvi_gauge_drop(g, 0);
+    while (g->n && g->start[0] < dropped) tkvi_head_probe_drop(g, 0);
     if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
     if (number % g->stride) return;
     while (g->n == m->slots && g->stride < TKVI_FOREVER / 2) {
         g->stride *= 2;
         for (i = g->n - 1; i >= 0; i--)
-            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_gauge_drop(g, i);
+            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_head_probe_drop(g, i);
     }
     if (number % g->stride || g->n == m->slots) return;
     memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
@@ -14994,7 +15009,8 @@ static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int d
 }
 
 /* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
-static const uint8_t *tkvi_gauge_copy(const tkvi_meter *m, const tkvi_gauge *g, int start, int *from) {
+static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_probe *g, int start,
+                                           int *from) {
     while (*from < g->n && g->start[*from] < start) ++*from;
     return *from < g->n && g->start[*from] == start ? g->bytes + (size_t)g->slot[*from] * m->record_bytes
                                                     : NULL;
@@ -15007,7 +15023,7 @@ static uint64_t tkvi_meter_fixed(double x) {
     return f > 0.0f ? (uint64_t)((double)f * TKVI_METER_ONE) : 0;
 }
 
-static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
+static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *more) {
     sum->samples += more->samples;
     sum->agreed += more->agreed;
     sum->keys += more->keys;
@@ -15059,7 +15075,7 @@ typedef struct tkvi_seq {
 #define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
 #define TKVI_MIN_CHUNK 8                                             /* blocks */
 #define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
-#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_MAX_SPLITS 128                                          /* chunks in flight */
 #define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
 
 /* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
@@ -15070,17 +15086,17 @@ typedef struct tkvi_seq {
 #define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
 
 /* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
-typedef struct tkvi_ears {
+typedef struct tkvi_query_stats {
     int tokens; /* appended since it listens; -1: it does not */
     int used;   /* that many when the factors were made last; 0: never */
-} tkvi_ears;
+} tkvi_query_stats;
 
 /* What a call asks room for, beside slots (tkv_cache.need). */
-typedef struct tkvi_order {
+typedef struct tkvi_memory_request {
     const tkv_rows *rows; /* tokens for lists */
     int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
     int64_t blocks;       /* entries of the block table, beyond those of slots */
-} tkvi_order;
+} tkvi_memory_request;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -15101,32 +15117,32 @@ struct tkv_cache {
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     int learning;           /* somebody is adding */
     /* the same for SQUAT formats (learn/squat_queries.h) */
-    tkvi_ears *ears; /* [n_layers] */
-    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    tkvi_query_stats *query_stats; /* [n_layers] */
+    int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
     uint16_t
         *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
     float *solve;      /* [packed] work space */
     tkvi_meter *meter; /* NULL: none (cache/meter.h) */
     /* the budget (reclaim/budget.h) */
     tkv_policy policy;
-    float outside;   /* pressure that the caller feeds */
-    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
-    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
-    int64_t debt;    /* bytes that are still to be won for those that came */
-    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    float outside;          /* pressure that the caller feeds */
+    size_t bytes_per_block; /* bytes of a hot block in every layer: they come at the same token */
+    int moved;              /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
+    int64_t recode_backlog; /* bytes that are still to be won for those that came */
+    size_t relax_at;        /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t
         *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
-    tkvi_order order; /* valid during the call */
-    int resort;       /* how far it must go for that: bits of tkvi_resort (reclaim/budget.h) */
-    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
+    tkvi_memory_request order; /* valid during the call */
+    int reclaim_stages; /* how far it must go for that: bits of tkvi_reclaim_stages (reclaim/budget.h) */
+    int share;          /* eighths of what could go by TKVI_FLOOR that may stay */
     /* what is recomputed (reclaim/discard.h) */
-    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
-    uint64_t vacated, recomputed; /* blocks */
-    tkvi_mass mass;               /* what the config gathers of attention (reclaim/scores.h) */
+    uint64_t clock; /* of calls that need room: what is used now is not dropped for it */
+    uint64_t blocks_discarded, recomputed; /* blocks */
+    tkvi_token_scores mass;                /* what the config gathers of attention (reclaim/scores.h) */
     /* what is dropped (reclaim/evict_tokens.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -15139,12 +15155,12 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
 }
 
-static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
 }
 
-static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
@@ -15183,7 +15199,7 @@ static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const u
 }
 
 /* Bits of those that are there. */
-static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
@@ -15198,21 +15214,21 @@ static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
     if (!b->packed) return b->start + slot;
-    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
 }
 
 static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
-    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
 }
 
 /* It has changed its tier: promotion waits a while (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+    if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
 /* End of the positions that block i may have tokens of. */
@@ -15226,18 +15242,19 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
 
 /* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
  * returns the place behind them. */
-static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
-    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
+static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
+                                int start) {
+    tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
+    const uint64_t pinned = b->pinned, temporary_pins = b->temporary_pins, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->passing = a->anchored = 0;
+    if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
-        a->passing |= (passing >> t & 1) << at;
-        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
+        a->temporary_pins |= (temporary_pins >> t & 1) << at;
+        if (temporary_pins >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
@@ -15278,7 +15295,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
@@ -15297,18 +15314,18 @@ static tkv_status tkvi_ok(tkv_cache *kv) {
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, what);
+    tkvi_append_text(&t, what);
     if (more) {
-        tkvi_say(&t, " ");
-        tkvi_say_int(&t, number);
-        tkvi_say(&t, more);
+        tkvi_append_text(&t, " ");
+        tkvi_append_int(&t, number);
+        tkvi_append_text(&t, more);
     }
     return st;
 }
 
 /* >>events */
-static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
-                      const char *text) {
+static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                            const char *text) {
     tkv_event e;
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
@@ -15322,7 +15339,7 @@ static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, i
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
     tkv_event e;
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
@@ -15336,7 +15353,7 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_event e;
@@ -15353,42 +15370,42 @@ static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* >>statistics: a piece that is there while a layer listens */
-static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
                          sizeof(int64_t));
 }
 
-static size_t tkvi_heard_bytes(const tkv_config *cfg) {
-    return tkvi_asked_bytes(cfg) +
+static size_t tkvi_stats_bytes(const tkv_config *cfg) {
+    return tkvi_q_sq_sum_bytes(cfg) +
            tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
 }
 
 /* 0: no memory, nothing has changed. */
-static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
-    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
-    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->far_attention = kv->asked + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
-static void tkvi_heard_put(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+static void tkvi_put_stats(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_stats_bytes(&kv->tables.cfg));
     kv->asked = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
     /* each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
     size_t solve, recode, parts, shadow;
     size_t total;
 } tkvi_sizes;
 
-static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
+static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
     size_t seqs = (size_t)h->cfg.max_seqs, n;
     int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
     memset(s, 0, sizeof *s);
@@ -15402,12 +15419,12 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
     if (h->any_squat) {
         size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
-        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        s->query_stats = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
         s->metric = tkvi_align_up(s->metric);
         s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
@@ -15415,7 +15432,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
     if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    s->total = s->cache + s->seen + s->query_stats + s->meter + s->solve;
     if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
     if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
@@ -15425,24 +15442,26 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
 
 /* What tkv_memory counts as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
+    return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
 
 /* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
     const size_t pages = (size_t)h->spare + 2;
     size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
     if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
     if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
     return all;
 }
 
 /* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
-static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
+    return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
+}
 
 /* Builds an empty cache in one fixed piece from the heap. */
-static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
+static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
     tkvi_sizes s;
     uint8_t *at;
@@ -15478,12 +15497,12 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     }
     at += s.seen;
     if (h->any_squat) {
-        kv->ears = (tkvi_ears *)(void *)at;
-        kv->metric = (int64_t *)(void *)(at + s.ears);
-        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
-        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+        kv->query_stats = (tkvi_query_stats *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.query_stats);
+        kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
+        kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
     }
-    at += s.ears + s.metric + s.feedback;
+    at += s.query_stats + s.metric + s.feedback;
     kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
     at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
@@ -15495,7 +15514,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->scratch_bytes = s.solve + s.recode + s.parts;
     kv->shadow_bytes = s.shadow;
     kv->pool.tables = &kv->tables;
-    if (!tkvi_heard_get(kv, &heap)) {
+    if (!tkvi_get_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
@@ -15503,15 +15522,15 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
-    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
+    tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
-            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
+            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
@@ -15532,7 +15551,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 
 /* Bytes of the versions that are there, and of the statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -15559,40 +15578,42 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
 }
 
 /* The sentence about an error of tkvi_build. */
-static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
+                                      size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
     const int fits = tkvi_fixed_sizes(h, &s);
     if (st == TKV_ERR_ISA) {
-        tkvi_say(&t, "isa is ");
-        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
-        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+        tkvi_append_text(&t, "isa is ");
+        tkvi_append_text(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
-        tkvi_say(&t, "budget_bytes is ");
-        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
-        tkvi_say(&t, "; it must be at least ");
-        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
-        tkvi_say(&t, " for an empty cache and its first tokens");
+        tkvi_append_text(&t, "budget_bytes is ");
+        tkvi_append_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_append_text(&t, "; it must be at least ");
+        tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else if (st == TKV_ERR_NOMEM) {
-        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
-        tkvi_say(&t, " bytes");
+        tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_append_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_append_text(&t, " bytes");
     } else {
-        tkvi_say(&t, "max_seqs is ");
-        tkvi_say_int(&t, h->cfg.max_seqs);
-        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+        tkvi_append_text(&t, "max_seqs is ");
+        tkvi_append_int(&t, h->cfg.max_seqs);
+        tkvi_append_text(&t,
+                         "; so many sequences of these layers take more bytes than this machine can address");
     }
     return st;
 }
 
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     tkv_cache *kv;
     tkv_status st = tkvi_validate(cfg, &shape, reason, size);
     if (!cfg || !out) {
         tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        tkvi_append_text(&t, cfg ? "out is missing" : "the config is missing");
         return TKV_ERR_ARG;
     }
     if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
@@ -15604,7 +15625,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
-    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
+    if (st) return tkvi_append_unbuilt(st, &shape, reason, size);
     *out = kv;
     return TKV_OK;
 }
@@ -15620,7 +15641,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (!kv) return;
     for (i = 0; i < kv->pool.block_cap; i++) {
         if (!kv->pool.block[i].refs) continue;
-        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        if (tkvi_is_offloaded(&kv->pool.block[i])) tkvi_forget_offloaded(&kv->pool, i);
         tkvi_forget_copy(&kv->pool, i);
     }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
@@ -15631,7 +15652,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_heard_put(kv);
+    tkvi_put_stats(kv);
     tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
@@ -15696,7 +15717,7 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 /* Under a budget: as many pages as it leaves room for. */
-static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
     const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
     const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
     uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
@@ -15709,7 +15730,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
         !tkvi_add(lists, fixed->total, &rest) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, rest, &rest))
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
@@ -15728,8 +15749,8 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     return TKV_ERR_BUDGET;
 }
 
-static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
@@ -15767,14 +15788,14 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
 
-static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
+static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
     tkv_status st = tkvi_validate(cfg, h, NULL, 0);
     if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
     if (!st) st = tkvi_most_of(h, m);
@@ -15782,22 +15803,22 @@ static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi
 }
 
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkvi_most m;
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
     if (!bytes) return TKV_ERR_ARG;
     if (!st) *bytes = m.bytes;
     return st;
 }
 
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkvi_most m;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
     int i;
     if (!out || !mem) return TKV_ERR_ARG;
     if (st) return st;
@@ -16426,17 +16447,17 @@ static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
     if (!p->failed) p->failed = p->write(p->user, line, n) != 0;
 }
 
-static void tkvi_say_number(tkvi_text *t, int n) {
-    if (n == TKV_NONE) tkvi_say(t, "none");
-    else if (n == TKV_ALL) tkvi_say(t, "all");
-    else tkvi_say_int(t, n);
+static void tkvi_append_number(tkvi_text *t, int n) {
+    if (n == TKV_NONE) tkvi_append_text(t, "none");
+    else if (n == TKV_ALL) tkvi_append_text(t, "all");
+    else tkvi_append_int(t, n);
 }
 
-static void tkvi_say_format(tkvi_text *t, tkv_format f) {
-    tkvi_say(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
+static void tkvi_append_format(tkvi_text *t, tkv_format f) {
+    tkvi_append_text(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
 }
 
-static void tkvi_say_score(tkvi_text *t, float score) {
+static void tkvi_append_score(tkvi_text *t, float score) {
     char digits[9];
     int i, n = tkvi_millionths(score);
     for (i = 7; i >= 0; i--) {
@@ -16446,31 +16467,31 @@ static void tkvi_say_score(tkvi_text *t, float score) {
         n /= 10;
     }
     digits[8] = 0;
-    tkvi_say(t, digits);
+    tkvi_append_text(t, digits);
 }
 
-static void tkvi_say_sum(tkvi_text *t, uint64_t sum) {
+static void tkvi_append_sum(tkvi_text *t, uint64_t sum) {
     char digits[17];
     int i;
     for (i = 15; i >= 0; i--, sum >>= 4) digits[i] = "0123456789abcdef"[sum & 15u];
     digits[16] = 0;
-    tkvi_say(t, "sum ");
-    tkvi_say(t, digits);
-    tkvi_say(t, "\n");
+    tkvi_append_text(t, "sum ");
+    tkvi_append_text(t, digits);
+    tkvi_append_text(t, "\n");
 }
 
-static void tkvi_say_threshold(tkvi_text *t, const tkv_threshold *e) {
+static void tkvi_append_threshold(tkvi_text *t, const tkv_threshold *e) {
     int i;
-    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_say(t, " "))
-        tkvi_say_number(t, tkvi_threshold_number_of(e, i));
-    tkvi_say_format(t, e->archive.k);
-    tkvi_say(t, " ");
-    tkvi_say_format(t, e->archive.v);
-    tkvi_say(t, " ");
-    tkvi_say_score(t, e->score);
-    tkvi_say(t, " ");
-    tkvi_say(t, e->model);
-    tkvi_say(t, "\n");
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_append_text(t, " "))
+        tkvi_append_number(t, tkvi_threshold_number_of(e, i));
+    tkvi_append_format(t, e->archive.k);
+    tkvi_append_text(t, " ");
+    tkvi_append_format(t, e->archive.v);
+    tkvi_append_text(t, " ");
+    tkvi_append_score(t, e->score);
+    tkvi_append_text(t, " ");
+    tkvi_append_text(t, e->model);
+    tkvi_append_text(t, "\n");
 }
 
 TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
@@ -16483,15 +16504,15 @@ TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes 
     p.user = user;
     p.sum = TKVI_FNV1A_START;
     p.failed = 0;
-    tkvi_say(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
+    tkvi_append_text(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
     tkvi_print_line(&p, &at, line);
     for (i = 0; i < t->n; i++) {
         at = tkvi_text_begin(line, sizeof line);
-        tkvi_say_threshold(&at, &t->entry[i]);
+        tkvi_append_threshold(&at, &t->entry[i]);
         tkvi_print_line(&p, &at, line);
     }
     at = tkvi_text_begin(line, sizeof line);
-    tkvi_say_sum(&at, p.sum);
+    tkvi_append_sum(&at, p.sum);
     tkvi_print_line(&p, &at, line);
     return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
 }
@@ -16594,11 +16615,11 @@ static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
 }
 
 static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
-    tkvi_say(reason, "line ");
-    tkvi_say_int(reason, s->line);
-    tkvi_say(reason, ": ");
-    tkvi_say(reason, what);
-    tkvi_say(reason, why);
+    tkvi_append_text(reason, "line ");
+    tkvi_append_int(reason, s->line);
+    tkvi_append_text(reason, ": ");
+    tkvi_append_text(reason, what);
+    tkvi_append_text(reason, why);
     return TKV_ERR_DATA;
 }
 
@@ -16629,7 +16650,7 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
         if (to) to[*n] = e;
         last = e;
     }
-    tkvi_say_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
+    tkvi_append_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
     if (!tkvi_starts_with(&s, line))
         return tkvi_scan_bad(&s, "the checksum", " is missing or wrong: take an older copy", reason);
     if ((size_t)(s.end - s.at) != strlen(line))
@@ -16643,16 +16664,16 @@ TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size
     tkv_status st;
     int n;
     if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
-        tkvi_say(&why, "the store or the text is missing");
+        tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;
     }
     st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
     if (st) return st;
     if (n > t->room) {
-        tkvi_say(&why, "the text has ");
-        tkvi_say_int(&why, n);
-        tkvi_say(&why, " entries, the store has room for ");
-        tkvi_say_int(&why, t->room);
+        tkvi_append_text(&why, "the text has ");
+        tkvi_append_int(&why, n);
+        tkvi_append_text(&why, " entries, the store has room for ");
+        tkvi_append_int(&why, t->room);
         return TKV_ERR_CAPACITY;
     }
     (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
@@ -16664,7 +16685,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     size_t used = 0;
     if (!read || !work) {
-        tkvi_say(&why, "the function that reads or its work space is missing");
+        tkvi_append_text(&why, "the function that reads or its work space is missing");
         return TKV_ERR_ARG;
     }
     for (;;) {
@@ -16673,11 +16694,11 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
         const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
         if (got == 0) break;
         if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
-            tkvi_say(&why, "the function that reads has failed");
+            tkvi_append_text(&why, "the function that reads has failed");
             return TKV_ERR_DATA;
         }
         if (full) {
-            tkvi_say(&why, "the text is longer than the work space");
+            tkvi_append_text(&why, "the text is longer than the work space");
             return TKV_ERR_CAPACITY;
         }
         used += (size_t)got;
@@ -16726,7 +16747,7 @@ typedef struct tkvi_token_walk {
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_tables *tables = &w->from->kv->tables;
-    const tkvi_helpers *help = w->from->kv->kernels->helpers;
+    const tkvi_simd_ops *help = w->from->kv->kernels->helpers;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
@@ -17119,7 +17140,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     tkvi_head *h = &to->head[at];
     uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
     float *mean = to->mean + at * (size_t)pad;
-    const int64_t *asked = tkvi_asked_of(kv, layer, head);
+    const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     tkvi_gather g;
     memset(&g, 0, sizeof g);
@@ -17150,7 +17171,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         }
         if (p < cfg->head_dim) rank[best] = -2000000;
     }
-    h->reach = tkvi_log8((float)*tkvi_far_of(kv, layer, head)) + tkvi_log8(g.v_sum);
+    h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* heads are compared: not in units of their own */
     h->k_top = tkvi_log_top(2.0f * g.range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
@@ -17194,10 +17215,10 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
-        const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];
+        const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
         tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
         if (!r->shared[tier] || r->coding[tier] <= done) continue;
@@ -17214,10 +17235,10 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     int any = kv->pool.keep_all, i;
     kv->seen[layer] = again ? 0 : -1;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) any |= kv->seen[i] >= 0;
-    if (!any) tkvi_heard_put(kv);
+    if (!any) tkvi_put_stats(kv);
     if (!kv->asked || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_asked_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
-    memset(tkvi_far_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
+    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
 /* Tokens that K and V can be read from (tkvi_each_block). What was seen may be gone: sequences end. */
@@ -17228,7 +17249,7 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
-        while (--i >= list->sinks + list->archive && !tkvi_spilled(&kv->pool.block[ids[i]]))
+        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
@@ -17273,8 +17294,8 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
     if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
-    tkvi_tell(kv, TKV_EVENT_TABLE, layer, had, version, 0,
-              had < 0 ? "a layer has its first table" : "a layer has a better table");
+    tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
+                    had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
 /* What those say who could not get the memory. */
@@ -17332,27 +17353,27 @@ static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
 
 /* Called between steps. Needs no memory. */
 static void tkvi_metric_learn(tkv_cache *kv, int layer) {
-    tkvi_ears *ears = kv->ears ? &kv->ears[layer] : NULL;
+    tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
-    if (!ears || !kv->tables.plan[layer].squat) return;
-    if (ears->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * ears->used))) return;
+    if (!query_stats || !kv->tables.plan[layer].squat) return;
+    if (query_stats->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * query_stats->used))) return;
     for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
-    ears->used = tkvi_min(TKVI_LEARN, ears->tokens);
-    if (ears->tokens >= TKVI_LEARN) ears->tokens = -1;
+    query_stats->used = tkvi_min(TKVI_LEARN, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_LEARN) query_stats->tokens = -1;
 }
 
 /* n more tokens. */
 static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
-    if (kv->ears && kv->ears[layer].tokens >= 0)
-        kv->ears[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->ears[layer].tokens + n); /* an abort takes its part back */
+    if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
+        kv->query_stats[layer].tokens =
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* an abort takes its part back */
 }
 
 /* Listens again, from nothing; the factors stay until there are others. */
 static void tkvi_metric_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
-    if (!kv->ears) return;
-    kv->ears[layer].tokens = kv->ears[layer].used = 0;
+    if (!kv->query_stats) return;
+    kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
@@ -17665,7 +17686,7 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
-    if (!st && !tkvi_heard_get(kv, &kv->heap)) st = tkvi_no_table(kv);
+    if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_metric_restart(kv, layer);
@@ -17705,60 +17726,62 @@ static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
 }
 
 /* >>notes. len: of the list */
-static void tkvi_mass_fade(uint32_t *mass, double by) {
+static void tkvi_token_score_fade(uint32_t *mass, double by) {
     int t;
     for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
 }
 
 /* A block's numbers, brought to a step. */
-static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
+static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
     if (n->step == step || !m->mode) return;
-    tkvi_mass_fade(n->mass, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
+    tkvi_token_score_fade(n->mass,
+                          m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
     n->step = step;
 }
 
 /* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
-static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
-    const tkvi_mass *m = &kv->mass;
-    tkvi_notes *n = &kv->pool.notes[id];
+static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
+    const tkvi_token_scores *m = &kv->mass;
+    tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], one);
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->learning);
-    tkvi_mass_bring(m, n, len);
+    tkvi_decay_to_step(m, n, len);
     m->mode->join(n->mass, more);
     tkvi_unlock(&kv->learning);
 }
 
 /* The numbers of two blocks that become one are those of one step. */
-static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
-    tkvi_notes *n = kv->pool.notes;
-    tkvi_mass_bring(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_mass_bring(&kv->mass, &n[b], n[a].step);
+static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
+    tkvi_token_meta *n = kv->pool.token_meta;
+    tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
 }
 
 /* The step of the newest queries that told, where older ones do not count. */
-static int tkvi_mass_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
     tkvi_lock(&kv->learning);
-    for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
+    for (i = 0; i < list->n; i++)
+        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].step));
     tkvi_unlock(&kv->learning);
     return step;
 }
 
 /* A block's numbers as of now: what a policy needs of its 64 slots, or the A of rules/importance.h. newest: of the
  * list. */
-static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
-    const tkvi_mass *m = &kv->mass;
-    tkvi_notes n;
+static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
+    const tkvi_token_scores *m = &kv->mass;
+    tkvi_token_meta n;
     double by = 0.0;
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
         tkvi_lock(&kv->learning);
-        n = kv->pool.notes[id];
+        n = kv->pool.token_meta[id];
         tkvi_unlock(&kv->learning);
         by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.step);
@@ -17768,7 +17791,7 @@ static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float
 }
 
 /* Importance of up to 64 tokens at these positions, from what was gathered of them. */
-static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n, int len) {
+static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
@@ -17779,12 +17802,12 @@ static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n
 }
 
 /* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
-static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    const tkvi_mass_mode *mode = kv->mass.mode;
+static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;
-    if (!kv->pool.notes) return;
+    if (!kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
-        tkvi_notes *n = &kv->pool.notes[ids[i]];
+        tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
         if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
     }
 }
@@ -17820,23 +17843,23 @@ typedef struct tkvi_piece {
 } tkvi_piece;
 
 /* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
-typedef struct tkvi_room {
-    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+typedef struct tkvi_fetch_buffer {
+    TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
     uint32_t key; /* TKVI_NIL: none */
     int head, part;
-} tkvi_room;
+} tkvi_fetch_buffer;
 
 /* Pieces of a record: 1 or 2. */
-static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
                                 uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
     p.from = r->at + (part ? r->v_at : 0);
-    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.at = p.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
     p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(text, p.key);
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
@@ -17850,8 +17873,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
 
 /* >>out */
 /* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
-static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint64_t mark) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
+    TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -17861,8 +17884,8 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
-            tkvi_drop_key(&kv->pool, id, what);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+            tkvi_erase_key(&kv->pool, id, what);
             kv->unstored++;
             return 0;
         }
@@ -17883,7 +17906,7 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
 static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
 
 /* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
-static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
@@ -17892,7 +17915,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
 
 /* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
  * takes what keys have in common. */
-static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
@@ -17904,14 +17927,15 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
-    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
+    while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
     list->out = tkvi_max(0, i - list->sinks);
-    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
-    return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
+    while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
+        i++;
+    return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
 /* It goes. 0: there is none, or the store failed and it stays. */
-static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
+static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     const int i = tkvi_next_out(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
@@ -17927,29 +17951,29 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     slot = b->slot;
     b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
-    kv->pool.n_spilled++;
+    kv->pool.n_offloaded++;
     kv->spilled++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
-    tkvi_tell_spilled(kv, seq, layer, i);
+    tkvi_emit_offloaded(kv, seq, layer, i);
     return 1;
 }
 
 /* >>back */
 /* A side of a head's record of a block that is outside, in `room`. */
-static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
-                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
+static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int head,
+                                           tkv_side side, tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
+    if (what == TKVI_ITSELF && tkvi_is_discarded(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
-    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
     if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
@@ -17958,11 +17982,11 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
 }
 
 /* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
-                                  const uint8_t **bytes) {
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
+                                  tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    if (tkvi_is_offloaded(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
@@ -17973,8 +17997,8 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
     const tkvi_block *b = &kv->pool.block[id];
     if (s->ahead) {
         const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_SPILL_HASH * 2u * (size_t)head,
-                 r->v_at + r->v.bytes + 2u * TKVI_SPILL_HASH);
+        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                 r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 
@@ -17998,15 +18022,15 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
 /* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
 static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return tkvi_absent(b) && tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Has a layer blocks with positions from .. to - 1 that nobody has? */
-static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
+static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
-    for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
+    for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
         lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
@@ -18017,21 +18041,21 @@ static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int
 static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
-    if (!kv->pool.n_absent || list->n == 0) return 0;
+    if (!kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_lacks(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_next_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
 /* Blocks behind the sinks that end here or before may go in all layers, as this level has them. */
-static int tkvi_vacant_to(const tkv_cache *kv, int seq, int level) {
+static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_may_spill(kv, seq, layer, i, r);) i++;
+        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
@@ -18043,7 +18067,7 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_spilled(&kv->pool.block[ids[i]]);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -18055,7 +18079,7 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
  * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
  * where the last of it ended, if that is further. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last) {
+static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -18065,14 +18089,14 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last)
             tkvi_block *b = &kv->pool.block[ids[i]];
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_offloaded(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;
-            kv->pool.n_spilled++;
-            kv->pool.n_absent++;
-            kv->vacated++;
+            kv->pool.n_offloaded++;
+            kv->pool.n_discarded++;
+            kv->blocks_discarded++;
             tkvi_give_slot(&kv->pool, page, slot);
         }
     }
@@ -18086,17 +18110,17 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
  * layers, what else may. 0: there is none. */
-static int tkvi_vacate_idle(tkv_cache *kv) {
+static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end)) continue;
-        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
-        if (!tkvi_vacate(kv, seq, end, 0, &last)) continue;
+        end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
+        if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to, 1, &last) > 0;
+    return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
 }
 
 #endif /* TKVI_RECLAIM_DISCARD_H */
@@ -18118,8 +18142,8 @@ static int tkvi_vacate_idle(tkv_cache *kv) {
 
 /* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
 static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (kv->pool.notes ? kv->pool.notes[ids[i]].anchored : 0);
+    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+           (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
 /* The block that covers a position; -1: none does. */
@@ -18152,7 +18176,7 @@ static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t 
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
-    if (*slot >= 0 && kv->pool.notes && kv->pool.notes[ids[i]].anchored >> *slot & 1) {
+    if (*slot >= 0 && kv->pool.token_meta && kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
@@ -18172,20 +18196,20 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
 static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
-    tkvi_notes *notes;
+    tkvi_token_meta *token_meta;
     if (t < 0) return;
-    notes = &kv->pool.notes[ids[i]];
-    if (!(notes->anchored >> t & 1)) return;
-    notes->anchored &= ~((uint64_t)1 << t);
+    token_meta = &kv->pool.token_meta[ids[i]];
+    if (!(token_meta->anchored >> t & 1)) return;
+    token_meta->anchored &= ~((uint64_t)1 << t);
     kv->pool.block[ids[i]].gone &= ~((uint64_t)1 << t);
-    tkvi_mass_meet(kv, ids[0], ids[i]);
-    notes->mass[t] = kv->pool.notes[ids[0]].mass[slot];
+    tkvi_align_steps(kv, ids[0], ids[i]);
+    token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
 }
 
 /* The token at place t of block i, which is exact, joins the sinks at a place. */
 static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_helpers *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
     const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
@@ -18201,9 +18225,9 @@ static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, 
     }
     tkvi_set_at(kv, ids[0], slot, tkvi_at(kv, ids[i], t));
     to->gone &= ~((uint64_t)1 << slot);
-    kv->pool.notes[ids[0]].mass[slot] = kv->pool.notes[ids[i]].mass[t];
+    kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
     from->gone |= (uint64_t)1 << t;
-    kv->pool.notes[ids[i]].anchored |= (uint64_t)1 << t;
+    kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
 }
 
 /* The place for an anchor: one that is free, or that of the one that matters least. a: what they all got. */
@@ -18228,15 +18252,15 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
-    there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
-    newest = tkvi_mass_newest(kv, list, ids);
-    tkvi_mass_meet(kv, ids[0], ids[i]);
-    tkvi_mass_now(kv, ids[i], list->len, newest, mine);
+    newest = tkvi_token_score_newest(kv, list, ids);
+    tkvi_align_steps(kv, ids[0], ids[i]);
+    tkvi_decay_to_now(kv, ids[i], list->len, newest, mine);
     for (t = 0; t < TKVI_BLOCK; t++) {
         int slot;
         if (!(there >> t & 1)) continue;
-        tkvi_mass_now(kv, ids[0], list->len, newest, a);
+        tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
@@ -18261,18 +18285,18 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
 #define TKVI_RECLAIM_AGE_H
 
 
-static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
+static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
     if (age < hot) return TKV_HOT;
     return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
 /* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
-static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
 
 /* The age at which a layer's blocks leave the hot tier by themselves. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
-    return tkvi_lazy(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
+    return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
 static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
@@ -18287,7 +18311,7 @@ typedef struct tkvi_recoding {
 } tkvi_recoding;
 
 /* Keys or values of the tokens of these bits, one behind the other; returns how many. */
-static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const uint8_t *bytes,
+static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, const uint8_t *bytes,
                           uint64_t there, float *out, size_t stride) {
     int t = 0, n = 0;
     while (t < TKVI_BLOCK && there >> t) {
@@ -18315,7 +18339,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_helpers *help = r->kv->kernels->helpers;
+    const tkvi_simd_ops *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     int h, n;
@@ -18333,34 +18357,34 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     int i;
     if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_gauge *g = &kv->meter->gauge[i];
+        tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
-            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
-                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
-                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
+            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                                 tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                                 c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
 /* Block i of a list goes to another tier's coding, or only on paper. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int packs;
-    uint16_t via;
+    uint16_t previous_coding;
     tkvi_recoding r;
-    if (tkvi_spilled(b)) return; /* it is as far away as it can be */
+    if (tkvi_is_offloaded(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     /* also where a budget has ended: a level's blocks do not get looser */
     if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
-    if (paper) {
-        tkvi_peak_take(paper, coding);
-        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
+    if (dry_run) {
+        tkvi_peak_take(dry_run, coding);
+        if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
         return;
     }
     tkvi_keep_exact(kv, seq, layer, b);
     kv->demoted++;
-    via = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
+    previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
@@ -18379,7 +18403,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (kv->pool.notes) kv->pool.notes[ids[i]] = kv->pool.notes[id];
+        if (kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
         kv->pool.block[ids[i]].gone = b->gone;
         kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);
@@ -18388,29 +18412,29 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
     b = &kv->pool.block[ids[i]];
     tkvi_note_move(kv, ids[i], list->len);
-    b->via = via;
+    b->previous_coding = previous_coding;
     if (packs) {
-        b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = kv->pool.notes[ids[i]].anchored;
+        b->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->gone = kv->pool.token_meta[ids[i]].anchored;
     }
 }
 
 /* >>paper: starts with what there is and what was promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv) {
+static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     tkvi_peak k;
     int c;
     memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
     for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
-    k.outside = kv->pool.n_spilled;
+    k.outside = kv->pool.n_offloaded;
     tkvi_peak_note(&k);
     return k;
 }
 
 /* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
  * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
-static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
+static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -18418,8 +18442,8 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     while (p->keep && gone + 1 < now.n &&
            (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (paper && b->refs == 1 && !tkvi_spilled(b)) tkvi_peak_give(paper, b->coding);
-        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
+        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
+        if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
     if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
@@ -18437,7 +18461,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             left -= take;
         }
         now.n -= gone;
-        if (paper) {
+        if (dry_run) {
             ids += gone;
         } else {
             memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
@@ -18454,12 +18478,13 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
+        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
+                    dry_run);
         if (is_warm) now.warm--;
         if (due == TKV_ARCHIVE) now.archive++;
         else now.warm++;
     }
-    if (!paper) *list = now;
+    if (!dry_run) *list = now;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */
@@ -18473,7 +18498,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
  *     gone        . x x .   x x x .   . x . .
  *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
  *
- * Positions stay what they were: a packed block lists them (tkvi_notes.where). A block of which nothing is left goes,
+ * Positions stay what they were: a packed block lists them (tkvi_token_meta.where). An empty block goes,
  * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
  * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
  */
@@ -18488,8 +18513,8 @@ static int tkvi_bits_in(uint64_t x) {
     return n;
 }
 
-static uint64_t tkvi_there_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Tokens of a list that are not gone. */
@@ -18498,7 +18523,7 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_there_in(kv, list, ids, i))
+        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
                                          : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
@@ -18510,14 +18535,14 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Tokens of a block that are pinned, by now. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
-    const tkvi_notes *notes = &kv->pool.notes[id];
-    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+    const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
+    return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
 }
 
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
-    const uint64_t there = tkvi_there_in(kv, list, ids, i);
+    const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
     return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
@@ -18525,7 +18550,7 @@ static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1) {
@@ -18542,9 +18567,9 @@ static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
     if (!kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_gauge *g = &kv->meter->gauge[i];
+        tkvi_head_probe *g = &kv->meter->head_probe[i];
         for (a = 0; a < g->n && g->layer == layer; a++)
-            if (g->start[a] == start) tkvi_gauge_drop(g, a);
+            if (g->start[a] == start) tkvi_head_probe_drop(g, a);
     }
 }
 
@@ -18566,7 +18591,7 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
-static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
+static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
@@ -18584,12 +18609,12 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
-    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
+    if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
     if (press) return room;
     if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
@@ -18605,13 +18630,13 @@ static uint64_t tkvi_first_bits(uint64_t bits, int n) {
 /* Block i begins at its first token that is there. */
 static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
-    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, by = 0;
     tkvi_list_positions(kv, list, ids, i);
     for (t = b->packed; t-- > 0;)
-        if (!(b->gone >> t & 1)) by = notes->where[t];
+        if (!(b->gone >> t & 1)) by = token_meta->where[t];
     for (t = 0; t < b->packed; t++)
-        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+        token_meta->where[t] = (uint16_t)(token_meta->where[t] > by ? token_meta->where[t] - by : 0);
     b->start += by;
 }
 
@@ -18620,7 +18645,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_helpers *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
@@ -18638,10 +18663,10 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
         tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
-    tkvi_mass_meet(kv, ids[i], ids[i + 1]);
-    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = kv->pool.notes[ids[i]].anchored;
+    tkvi_align_steps(kv, ids[i], ids[i + 1]);
+    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->gone = kv->pool.token_meta[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
     kv->merged++;
@@ -18655,13 +18680,13 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
-static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
+static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
         if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
-            tkvi_drop_block(kv, seq, layer, i))
+            tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
@@ -18695,7 +18720,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     const size_t dim = (size_t)kv->tables.cfg.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
     const uint8_t *bytes;
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     room.key = TKVI_NIL;
     if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
         memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
@@ -18743,37 +18768,38 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
 typedef struct tkvi_spared {
     int outside; /* tokens outside RAM: they take none but of the index */
     /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
-    const tkvi_rule *rule;
+    const tkvi_tier_spec *rule;
     int vacant;
 } tkvi_spared;
 
 /* Is block i outside, or would be? */
-static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
     if (!s || !s->rule || i < list->sinks) return 0;
     return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
-           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
+           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, s->rule));
 }
 
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
-static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                const tkvi_spared *spared, tkvi_choice *c) {
+static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
+                                      const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    int i, t, newest = tkvi_mass_newest(kv, list, ids);
+    int i, t, newest = tkvi_token_score_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
+        const int first = c->n,
+                  stays = spared && spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
-        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
+        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* what has ended has, also where blocks join */
+        tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -18782,7 +18808,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
-                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
+                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
             if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
@@ -18790,7 +18816,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh_importance(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -18826,7 +18852,7 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
@@ -18834,21 +18860,21 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
 }
 
 /* They go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int *position = tkvi_choice_of(kv).position;
     int i, t, gone = 0;
     for (i = 0; i < list->n; i++) {
-        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
         kv->pool.block[ids[i]].gone |= *chosen;
         *chosen = 0;
     }
     kv->evicted += (uint64_t)gone;
-    tkvi_close_ranks(kv, seq, layer, press);
-    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
+    tkvi_compact_blocks(kv, seq, layer, press);
+    if (gone) tkvi_emit_evicted(kv, seq, layer, position, gone);
 }
 
 /* Who goes so that at most `keep` tokens of a layer stay. */
@@ -18857,7 +18883,7 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
                               tkvi_choice *c) {
     const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
     const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
+    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
     tkv_status st;
     if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
@@ -18868,20 +18894,20 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
 }
 
 /* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
-static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                               tkvi_choice *c) {
+static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                                  tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
     if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.kind = TKV_EVICT_SLIDING;
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
-static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                              int press) {
+static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                                 int press) {
     tkvi_choice c;
-    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_choose_or_oldest(kv, seq, layer, keep, spared, &c);
     tkvi_note_victims(kv, seq, layer, &c);
-    tkvi_let_go(kv, seq, layer, press);
+    tkvi_apply_eviction(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -18896,13 +18922,13 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least =
         tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
+    if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
 /* >>under a budget that no level holds: the next resort */
 /* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
 }
 
 /* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
@@ -18917,8 +18943,8 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
         TKVI_BLOCK; /* half of them: rules/evict.h */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
-                              ? tkvi_there_in(kv, list, ids, i)
+        n += tkvi_bits_in(spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared)
+                              ? tkvi_live_mask_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
@@ -18941,8 +18967,8 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
             count = n;
         }
     if (most > 0)
-        tkvi_evict_surely(kv, of_seq, of_layer,
-                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
+        tkvi_evict_or_oldest(kv, of_seq, of_layer,
+                             count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
     return most > 0;
 }
 
@@ -18961,7 +18987,7 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
  *
  * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
  * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
- * and what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before
+ * and what is left is pressed into as few blocks as there can be (tkvi_dry_run_floor), after everything else or before
  * it; then the same is done.
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
@@ -19025,13 +19051,13 @@ static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
-static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_paper) {
+static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
     const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int more = layer < 0 ? to - list->len : row->n, gone = on_paper ? list->n - list->left : 0;
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
             want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
     }
@@ -19039,12 +19065,12 @@ static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, in
 }
 
 /* Bytes of the index that this takes; old arrays are given back, but not before. */
-static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_paper) {
-    const tkvi_order *o = &kv->order;
+static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
+    const tkvi_memory_request *o = &kv->order;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
-        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_paper);
+        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.n_layers;
         most = tkvi_max(most, want);
@@ -19058,35 +19084,36 @@ static void tkvi_ask_nothing(tkv_cache *kv) {
 }
 
 /* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
-static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *paper, const tkv_rows *rows, int n_rows, int layer) {
-    int64_t blocks = kv->pool.n_spilled;
+static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
+                         int layer) {
+    int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = paper->live[c] - now;
+        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = dry_run->live[c] - now;
         kv->need[c] = more > 0 ? more : 0;
         blocks += now + kv->need[c];
     }
     kv->order.rows = rows;
     kv->order.n_rows = n_rows;
     kv->order.layer = layer;
-    kv->order.blocks = paper->most_blocks - blocks;
+    kv->order.blocks = dry_run->most_blocks - blocks;
 }
 
 /* >>what there would be */
-typedef struct tkvi_outlook {
+typedef struct tkvi_forecast {
     int64_t *slots;  /* of each class */
     int64_t outside; /* blocks */
-    int on_paper;    /* lists are as long as `left` says */
+    int on_dry_run;  /* lists are as long as `left` says */
     int64_t more;    /* pages beyond that, as it is not known which slots they are */
-} tkvi_outlook;
+} tkvi_forecast;
 
 /* As it is, and what is asked for. */
-static tkvi_outlook tkvi_now(tkv_cache *kv) {
-    tkvi_outlook o;
+static tkvi_forecast tkvi_now(tkv_cache *kv) {
+    tkvi_forecast o;
     int c;
     o.slots = kv->need + kv->tables.n_classes;
-    o.outside = kv->pool.n_spilled;
-    o.on_paper = 0;
+    o.outside = kv->pool.n_offloaded;
+    o.on_dry_run = 0;
     o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
         o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
@@ -19094,7 +19121,7 @@ static tkvi_outlook tkvi_now(tkv_cache *kv) {
 }
 
 /* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
-static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
+static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
     int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
     size_t bytes, more;
     int c;
@@ -19103,7 +19130,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t
         pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
         blocks += slots;
     }
-    more = tkvi_index_growth(kv, blocks, o->on_paper);
+    more = tkvi_index_growth(kv, blocks, o->on_dry_run);
     if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
     if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
@@ -19113,7 +19140,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t
 }
 
 static size_t tkvi_bytes_now(tkv_cache *kv) {
-    const tkvi_outlook now = tkvi_now(kv);
+    const tkvi_forecast now = tkvi_now(kv);
     return tkvi_bytes_with(kv, &now, NULL);
 }
 
@@ -19136,7 +19163,7 @@ static int tkvi_any_step(const tkv_cache *kv) {
 
 /* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
-                              const tkvi_rule *r, int tables) {
+                              const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
     if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
@@ -19145,7 +19172,8 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
     return due;
 }
 
-static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
+                         int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
@@ -19167,7 +19195,7 @@ static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
 static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &kv->tables.plan[layer].now;
+    const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
         int i = list->sinks + list->tightest;
         tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
@@ -19179,7 +19207,7 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_tighter(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -19227,7 +19255,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
-                n += b->refs == 1 && !tkvi_spilled(b) &&
+                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
@@ -19242,13 +19270,13 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
         st =
             tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
     kv->refused++;
-    tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
 }
 
 /* >>levels */
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
-static int tkvi_spill_oldest(tkv_cache *kv) {
+static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -19262,7 +19290,7 @@ static int tkvi_spill_oldest(tkv_cache *kv) {
             of_seq = seq;
             of_layer = layer;
         }
-    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+    return most >= 0 && tkvi_offload_next(kv, of_seq, of_layer);
 }
 
 /* Another plan without a budget: what was reserved was counted by the old one. */
@@ -19279,7 +19307,7 @@ static void tkvi_end_promises(tkv_cache *kv) {
 static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     tkvi_take_level(&kv->tables, level);
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
+    if (!tkvi_has_budget(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
 }
 
@@ -19289,29 +19317,29 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
-    tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
-              level > from ? "memory is short: old tokens get tighter"
-                           : "memory is free again: new tokens are looser");
+    tkvi_emit_event(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+                    level > from ? "memory is short: old tokens get tighter"
+                                 : "memory is free again: new tokens are looser");
 }
 
 /* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
-typedef enum tkvi_resort {
+typedef enum tkvi_reclaim_stages {
     TKVI_LOOSEN = 1,
     TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
     TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
     TKVI_EVICT_ALL = 8, /* be they outside or not */
     TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
     TKVI_FIRST = 32  /* before anything else happens */
-} tkvi_resort;
+} tkvi_reclaim_stages;
 
-static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule *rule, int level,
-                                  int resort) {
+static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_spec *rule, int level,
+                                  int reclaim_stages) {
     tkvi_spared s;
     memset(&s, 0, sizeof s);
-    s.outside = !(resort & TKVI_EVICT_ALL);
-    if (resort & TKVI_OUT) s.rule = rule;
-    if (resort & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
-        s.vacant = tkvi_vacant_to(kv, seq, level);
+    s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
+    if (reclaim_stages & TKVI_OUT) s.rule = rule;
+    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+        s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
 
@@ -19335,21 +19363,21 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
     memset(&s, 0, sizeof s);
     s.outside = !outside_too;
     if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    tkvi_evict_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    tkvi_evict_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
     return 1;
 }
 
 /* A block on paper. */
-typedef struct tkvi_paper_block {
+typedef struct tkvi_planned_block {
     uint64_t anchored;
     int start, tokens, coding;
     tkv_tier tier;
     int stays; /* others hold it, too */
     int away;  /* it has no slot */
-} tkvi_paper_block;
+} tkvi_planned_block;
 
 /* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
-static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_block *b, int end) {
+static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_coding *coding = kv->tables.coding;
     const int room = TKVI_BLOCK - a->tokens;
     if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
@@ -19363,30 +19391,30 @@ static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_
 
 /* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
  * are away as `spared` says, before. NULL: they are as they are. */
-static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared, const tkvi_rule *r,
-                            tkvi_paper_block **out) {
+static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
+                              const tkvi_tier_spec *r, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int tables = !tkvi_any_step(kv);
-    tkvi_paper_block *paper;
+    tkvi_planned_block *dry_run;
     tkvi_choice c;
     int i, t, at = 0, n = 0;
-    tkvi_choose_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
-    *out = paper = (tkvi_paper_block *)(void *)c.score; /* these have told all they can */
+    tkvi_choose_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
+    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* these have told all they can */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         uint64_t left = tkvi_kept(kv, list, ids, i);
-        tkvi_paper_block *mine = &paper[n];
+        tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
-        mine->anchored = kv->pool.notes[ids[i]].anchored;
+        mine->anchored = kv->pool.token_meta[ids[i]].anchored;
         mine->start = tkvi_block_start(kv, ids, i);
         mine->tokens = tkvi_bits_in(left);
         mine->coding = b->coding;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
-        mine->away = !mine->stays && tkvi_is_away(kv, seq, layer, i, spared);
+        mine->away = !mine->stays && tkvi_is_elsewhere(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_HOT) mine->tier = due;
@@ -19394,7 +19422,7 @@ static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
-            tkvi_paper_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            tkvi_dry_run_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
             continue;
         if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
             left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
@@ -19407,51 +19435,54 @@ static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared
 }
 
 /* Sinks among these blocks: 0 or 1. */
-static int tkvi_paper_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_paper_block *paper, int n) {
+static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *dry_run,
+                              int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return n && list->sinks && paper->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+    return n && list->sinks && dry_run->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
 }
 
-/* tkvi_vacant_to, when all layers are at their floor. */
-static int tkvi_paper_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+/* tkvi_discardable_to, when all layers are at their floor. */
+static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
-        tkvi_paper_block *paper;
+        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        tkvi_planned_block *dry_run;
         if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
-        n = tkvi_paper_floor(kv, seq, layer, spared, NULL, &paper);
-        i = tkvi_paper_sinks(kv, seq, layer, paper, n);
-        while (i + 2 < n && !paper[i].stays && tkvi_is_old(kv, seq, layer, paper[i + 1].start, r)) i++;
-        to = tkvi_min(to, i < n ? paper[i].start : len);
+        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &dry_run);
+        i = tkvi_dry_run_sinks(kv, seq, layer, dry_run, n);
+        while (i + 2 < n && !dry_run[i].stays && tkvi_is_old(kv, seq, layer, dry_run[i + 1].start, r)) i++;
+        to = tkvi_min(to, i < n ? dry_run[i].start : len);
     }
     return to;
 }
 
 /* Adds to an outlook what becomes of a list at its floor. */
-static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
+                           tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
-    const int first = resort & TKVI_FIRST;
-    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, first ? resort & ~TKVI_OUT : resort);
-    const int vacant = first && resort & TKVI_OUT ? tkvi_paper_vacant(kv, seq, level, &spared) : 0;
-    tkvi_paper_block *paper;
+    const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const int first = reclaim_stages & TKVI_FIRST;
+    const tkvi_spared spared =
+        tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
+    const int vacant = first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_vacant(kv, seq, level, &spared) : 0;
+    tkvi_planned_block *dry_run;
     int i, sinks;
-    list->left = tkvi_paper_floor(kv, seq, layer, &spared, first ? NULL : r, &paper);
+    list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (b->refs > 1) continue;
-        if (tkvi_spilled(b)) o->outside--;
+        if (tkvi_is_offloaded(b)) o->outside--;
         else o->slots[kv->tables.coding[b->coding].size_class]--;
     }
-    sinks = tkvi_paper_sinks(kv, seq, layer, paper, list->left);
+    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->left);
     for (i = 0; i < list->left; i++) {
-        tkvi_paper_block *b = &paper[i];
+        tkvi_planned_block *b = &dry_run[i];
         const int end = i + 1 < list->left ? b[1].start : list->len;
         if (b->stays) continue;
-        if (first && resort & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
             if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
@@ -19471,7 +19502,7 @@ typedef struct tkvi_going {
 } tkvi_going;
 
 /* The tier and the coding of block i when all is as tight as rule r wants it. */
-static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r,
+static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
                                int *coding) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
@@ -19483,7 +19514,7 @@ static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, c
 /* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
  * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
  * left is known where the oldest go first, and no anchors are made before. */
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
                               const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -19494,10 +19525,10 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
     if (kv->seq[seq].in_step || list->n == 0) return go;
     stay = tkvi_stay_of(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
-        const int there = tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        const int there = tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+        if (tkvi_is_elsewhere(kv, seq, layer, i, spared)) {
             out++;
             tokens_out += there;
             key = -1;
@@ -19520,7 +19551,7 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
 
 /* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
  * may be others, and then there are other pages that are not full. */
-static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) {
+static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
@@ -19537,37 +19568,38 @@ static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) 
 }
 
 /* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
-static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
+                             tkvi_forecast *o) {
     const tkvi_tables *t = &kv->tables;
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
+    const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
     int64_t *has = kv->need + 2 * t->n_classes;
     tkvi_going go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    if (reclaim_stages & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int gone = 0, coding;
         if (b->refs > 1) continue;
-        if (tkvi_is_away(kv, seq, layer, i, &spared)) {
+        if (tkvi_is_elsewhere(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
-            if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
-            o->outside += !gone - tkvi_spilled(b);
+            if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
+            o->outside += !gone - tkvi_is_offloaded(b);
             list->left -= gone;
             continue;
         }
         if (go.oldest > 0) {
-            go.oldest -= tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            go.oldest -= tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
         }
-        if (resort & TKVI_LOOSEN) {
+        if (reclaim_stages & TKVI_LOOSEN) {
             coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
             if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
         } else {
@@ -19582,29 +19614,29 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
 }
 
 /* What there would be. */
-static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
-    tkvi_outlook o = tkvi_now(kv);
+static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
+    tkvi_forecast o = tkvi_now(kv);
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     int seq, layer, c, n = 0;
-    o.on_paper = 1;
+    o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-            if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
-                tkvi_add_floor(kv, seq, layer, level, resort, &o);
-            else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+            if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
+            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
     for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
     o.more = tkvi_max(0, n - 1);
     return o;
 }
 
 /* Would what is asked for fit, going so far at the last level? */
-static int tkvi_resort_fits(tkv_cache *kv, int resort, int share, size_t budget, size_t *bytes) {
-    tkvi_outlook o;
+static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t budget, size_t *bytes) {
+    tkvi_forecast o;
     size_t then;
-    kv->resort = resort;
+    kv->reclaim_stages = reclaim_stages;
     kv->share = share;
-    o = tkvi_at_level(kv, kv->policy.cfg.max_level, resort);
+    o = tkvi_at_level(kv, kv->policy.cfg.max_level, reclaim_stages);
     then = tkvi_bytes_with(kv, &o, NULL);
     *bytes = then < *bytes ? then : *bytes;
     return then <= budget;
@@ -19618,8 +19650,8 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     for (i = 0; i < 2 * n && !fits; i++) {
         /* anchors that are made before it happens are not known */
         if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
-        fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
-                                share, budget, bytes);
+        fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
+                               share, budget, bytes);
     }
     return fits;
 }
@@ -19630,18 +19662,18 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
-    kv->resort = 0;
+    kv->reclaim_stages = 0;
     *bytes = tkvi_bytes_now(kv);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
-        const tkvi_outlook o = tkvi_at_level(kv, level, 0);
+        const tkvi_forecast o = tkvi_at_level(kv, level, 0);
         const size_t then = tkvi_bytes_with(kv, &o, NULL);
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes)) return 1;
     if (!cfg->evict.kind) return 0;
-    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
-    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
     for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
@@ -19663,7 +19695,7 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
-        const tkvi_outlook then = tkvi_now(kv);
+        const tkvi_forecast then = tkvi_now(kv);
         then.slots[tkvi_coding_at(kv, &s)->size_class]--;
         then.slots[kv->tables.coding[s.coding].size_class]++;
         if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
@@ -19687,13 +19719,14 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
 /* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
  * of a sequence open at the same token. At level 0 nothing is to be done. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
-    const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
+    const size_t budget = kv->tables.cfg.budget_bytes,
+                 bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
     soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
                ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
                : budget;
-    return budget > lump && budget - lump < soft ? budget - lump : soft;
+    return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
 
 /* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
@@ -19717,19 +19750,20 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
     const double budget = (double)kv->tables.cfg.budget_bytes;
-    tkvi_outlook looser;
+    tkvi_forecast looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
     looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
     bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
-    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) && bytes + 3.0 * (double)kv->lump < budget)
+    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
+        bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
 }
 
 /* Does a layer still have to learn a table that some level wants? */
-static int tkvi_lacks_tables(const tkv_cache *kv) {
+static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.n_layers; i++)
         lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
@@ -19740,8 +19774,10 @@ static int tkvi_lacks_tables(const tkv_cache *kv) {
 /* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
 static void tkvi_learn_early(tkv_cache *kv) {
     int i;
-    if (!tkvi_lazy(kv) || !tkvi_lacks_tables(kv) || tkvi_any_step(kv)) return;
-    if (tkvi_in_use(kv) + 2 * kv->lump < tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1)) return;
+    if (!tkvi_has_budget(kv) || !tkvi_needs_tables(kv) || tkvi_any_step(kv)) return;
+    if (tkvi_in_use(kv) + 2 * kv->bytes_per_block <
+        tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
+        return;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
@@ -19764,27 +19800,28 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
-    kv->debt += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+    kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->recode_backlog > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_needs_tables(kv)) &&
+        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget_bytes) &&
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
-    while (kv->debt > 0) {
+    while (kv->recode_backlog > 0) {
         const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
                                                     (level > 0 && outside > tkvi_threshold(p, level - 1)));
-        kv->debt -= (int64_t)won;
+        kv->recode_backlog -= (int64_t)won;
         if (won) continue;
-        kv->debt =
-            -(int64_t)(kv->lump / 64); /* to look for it takes a walk over all lists: not with each append */
+        kv->recode_backlog =
+            -(int64_t)(kv->bytes_per_block /
+                       64); /* to look for it takes a walk over all lists: not with each append */
     }
 }
 
 /* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n = kv->tables.cfg.n_layers, all = (kv->resort & TKVI_EVICT_ALL) != 0;
+    const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
     if (!kv->tables.cfg.evict.kind) return 0;
-    if (!(kv->resort & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    if (!(kv->reclaim_stages & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
     for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
@@ -19800,19 +19837,19 @@ static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
     int list = 0, evicts = 0;
     for (;;) {
-        const tkvi_outlook now = tkvi_now(kv);
+        const tkvi_forecast now = tkvi_now(kv);
         size_t index;
         if (tkvi_bytes_with(kv, &now, &index) <= budget) {
             if (kv->heap.held > budget || index > budget - kv->heap.held)
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+        if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_tighten_one(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
         else if (!tkvi_evict_next(kv, &list)) return 0;
     }
@@ -19835,10 +19872,10 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
-    out->dropped = kv->vacated;
+    out->dropped = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
-    out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
+    out->pending = tkvi_has_budget(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }
 
@@ -19856,16 +19893,16 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);
         kv->pool.spare = 0;
-        kv->pool.cushion = 0;
+        kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     tkvi_ask_nothing(kv);
     kv->clock++;
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
-        tkvi_peak paper = tkvi_paper(kv);
+        tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.spare = kv->tables.spare;
-        if (!tkvi_peak_ready(&kv->pool, &paper)) {
+        if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
             kv->pool.spare = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
@@ -19886,7 +19923,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
-    kv->pool.cushion = tkvi_cushion(kv);
+    kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -19895,7 +19932,7 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
-    if (kv->pool.keep_all && !tkvi_lazy(kv))
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
     return tkvi_ok(kv);
@@ -19906,7 +19943,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     if (!kv) return TKV_ERR_ARG;
     if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
-    if (kv->pool.keep_all && !tkvi_lazy(kv))
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
     n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
@@ -19921,7 +19958,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
     tkvi_ask_nothing(kv);
-    while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
+    while (tkvi_has_budget(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);
@@ -19964,7 +20001,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 static int tkvi_follow(const tkv_cache *kv, int step) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
-    return tkvi_lazy(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+    return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
 TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
@@ -19975,7 +20012,7 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     hot = tkvi_hot_tokens(kv);
     st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
-    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_lazy(kv)))
+    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
     if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* as it was done */
@@ -20019,18 +20056,18 @@ typedef struct tkvi_call {
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
-    int tile;              /* rows of a unit */
-    int tell;              /* of them, so many are gathered together */
+    const tkvi_prefill *many; /* NULL: tiles of TKVI_ROWS rows */
+    int tile;                 /* rows of a unit */
+    int tell;                 /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen; /* statistics of this layer are wanted (learn/statistics.h) */
-    int metric; /* its queries are (learn/squat_queries.h) */
-    int meter;  /* the quality meter watches a head of it (cache/meter.h) */
-    tkvi_room *
+    int collect_stats; /* statistics of this layer are wanted (learn/statistics.h) */
+    int metric;        /* its queries are (learn/squat_queries.h) */
+    int meter;         /* the quality meter watches a head of it (cache/meter.h) */
+    tkvi_fetch_buffer *
         room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
-    int *failed;           /* of all tasks: bits of tkvi_failure */
-    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
+    int *failed;                   /* of all tasks: bits of tkvi_failure */
+    const tkvi_token_scores *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -20070,11 +20107,12 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
-    c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
-    c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
-    for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
+    c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
+    c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
+    if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tell = TKVI_ROWS;
@@ -20093,7 +20131,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_absent && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+        if (kv->pool.n_discarded && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
@@ -20118,7 +20156,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
 }
 
 /* >>unit: a tile of query rows of one KV head of one sequence */
-typedef struct tkvi_unit {
+typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
@@ -20131,19 +20169,19 @@ typedef struct tkvi_unit {
     int low, high;         /* positions that any row sees: low .. high-1 */
     int all_low, all_high; /* those that all rows see */
     int changes;           /* scores are more than products: softcap, ALiBi, masks */
-} tkvi_unit;
+} tkvi_work_tile;
 
 /* Row r of a unit. */
-static int tkvi_query_of(const tkvi_unit *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
+static int tkvi_query_of(const tkvi_work_tile *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
 
-static int tkvi_head_of(const tkvi_unit *u, int r) {
+static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
 /* Position of query i, and the keys it sees by causality and window: low .. high-1. */
-static int tkvi_position(const tkvi_unit *u, int query) { return u->list->len - u->n_queries + query; }
+static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
 
-static void tkvi_visible(const tkvi_unit *u, int query, int *low, int *high) {
+static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
     int at = tkvi_position(u, query), window = u->call->window;
     *high = u->call->p->non_causal ? u->list->len : at + 1;
     *low = window && at + 1 > window ? at + 1 - window : 0;
@@ -20153,7 +20191,8 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
-static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
+static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
+                                int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
     int seq = c->rows[item].seq, r;
     u->call = c;
@@ -20200,7 +20239,7 @@ typedef struct tkvi_sums {
     float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
 } tkvi_sums;
 
-static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
+static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     tkvi_sums s;
@@ -20212,22 +20251,22 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     return s;
 }
 
-static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
+static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_spilled(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
+    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
     return r;
 }
 
 /* A side of a record that is outside. While it is looked for, the store may look for the next one. */
-static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
+static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
     const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
-    if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
+        !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -20236,7 +20275,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
 }
 
 /* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
-static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
+static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
     if (!bytes) return tkvi_fetch_side(u, i, side);
@@ -20245,7 +20284,7 @@ static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
 
 /* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
  * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
-static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
+static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
@@ -20255,7 +20294,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -20271,7 +20310,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
 }
 
 /* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
-static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t *order) {
+static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
     int r, i;
     if (q->order == order) return;
     q->order = order;
@@ -20285,7 +20324,7 @@ static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
 /* Row r of a unit, scaled, padded; returns its origin. */
-static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.head_dim, i, k;
@@ -20311,7 +20350,7 @@ static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float 
     return (float)origin;
 }
 
-static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     int r;
     q->order = NULL;
     tkvi_reference_key(u, q->ref);
@@ -20320,16 +20359,16 @@ static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
 
 /* >>scores of one block, with everything that changes or hides them */
 /* Positions of the tokens of block i; slots without one are in the future for ever. */
-static void tkvi_places(const tkvi_unit *u, int i, int *at) {
+static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-    const uint64_t there = tkvi_there(&kv->pool.block[u->ids[i]], n);
+    const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
 /* Does block i have tokens that some rows do not see, or places without one? */
-static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
+static int tkvi_is_ragged(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
@@ -20343,7 +20382,7 @@ static float tkvi_mask_bias(float m) {
 }
 
 /* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
-static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
+static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
@@ -20358,7 +20397,7 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
     return s;
 }
 
-static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
+static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
@@ -20368,7 +20407,7 @@ static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, 
 }
 
 /* Where the record of the block after i begins, for prefetching; NULL after the last. */
-static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
+static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     const uint8_t *bytes = NULL;
     if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
     return bytes;
@@ -20376,13 +20415,13 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
 
 /* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
  * refused: its tokens were evicted, are anchors, or lie behind the window. */
-static int tkvi_seen_to(const tkvi_unit *u, int i) {
+static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
 }
 
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
-static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
+static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
     int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
@@ -20412,18 +20451,18 @@ static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: v
 }
 
 /* Does row r's query count for the statistics? One in eight does. */
-static int tkvi_listens(const tkvi_unit *u, int r) {
-    return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
+static int tkvi_is_sampled(const tkvi_work_tile *u, int r) {
+    return u->call->collect_stats && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
 /* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
  * back. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far_attention) {
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
         float sum[16] = {0};
-        if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        if (!tkvi_is_sampled(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
@@ -20431,13 +20470,14 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p
 }
 
 /* Most parts add to one half of o only. */
-static void tkvi_begin_space(const tkvi_unit *u, const tkvi_sums *sums, int space) {
+static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
     memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
-static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
+                                            const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
@@ -20452,7 +20492,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         float before[TKVI_ROWS], sum[TKVI_ROWS];
         if (!tkvi_block_scores(u, q, i, scores)) continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
-        if (!kv->kernels->weigh(scores, u->rows, sums->m, sum, p)) continue;
+        if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
             if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
                 float shrink = expf(before[r] - sums->m[r]);
@@ -20464,7 +20504,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
             }
             sums->l[r] += sum[r];
         }
-        if (u->call->listen) tkvi_add_far(u, i, p, sums->far_attention);
+        if (u->call->collect_stats) tkvi_add_far(u, i, p, sums->far_attention);
         rec = tkvi_record_of(u, i, &bytes);
         bytes = tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
@@ -20478,7 +20518,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
 }
 
 /* Row r of the sums grows by that of another set of keys. */
-static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
+static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
     float a, b;
     int i, k, space, first = !(to->l[r] > 0.0f);
     if (!(from->l[r] > 0.0f)) return;
@@ -20502,7 +20542,7 @@ static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const
     }
 }
 
-static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, const tkvi_sums *from) {
+static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *to, const tkvi_sums *from) {
     int r, space;
     for (space = 0; space < 2; space++)
         if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
@@ -20510,7 +20550,7 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, co
 }
 
 /* Rows whose query or logits are not finite see no key: they have no sum. */
-static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const tkvi_sums *s) {
+static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
         if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
@@ -20521,13 +20561,15 @@ static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const
 
 /* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
 #if defined(__GNUC__) || defined(__clang__)
-static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
+                                             const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
-    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far_attention = tkvi_far_of(kv, layer, u->head);
+    int64_t *asked = tkvi_q_sq_sum_of(kv, layer, u->head),
+            *far_attention = tkvi_far_attention_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
-        if (!tkvi_listens(u, r)) continue;
+        if (!tkvi_is_sampled(u, r)) continue;
         for (c = 0; c < dim; c++) {
             float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
@@ -20539,7 +20581,7 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     tkvi_unlock(&kv->learning);
 }
 
-static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
     tkvi_lock(&kv->learning);
@@ -20549,12 +20591,12 @@ static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_que
     tkvi_unlock(&kv->learning);
 }
 #else /* without atomics nobody may write here: tables come from the keys alone */
-static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+static void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     (void)u;
     (void)q;
 }
 
-static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+static void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q, const tkvi_sums *s) {
     (void)u;
     (void)q;
     (void)s;
@@ -20562,16 +20604,17 @@ static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_su
 #endif
 
 /* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
-typedef struct tkvi_contrast { /* of a row */
+typedef struct tkvi_comparison { /* of a row */
     int sampled;
     uint64_t keys, kept; /* coded keys in its reach; those with a copy */
     double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
     float m, cached_m; /* that maximum; the largest cached score */
     float choice;      /* the exact score of the key that has the largest cached one */
-} tkvi_contrast;
+} tkvi_comparison;
 
 /* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
-static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkvi_contrast *rows) {
+static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_probe *g,
+                                      tkvi_comparison *rows) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_meter *m = kv->meter;
     const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
@@ -20585,7 +20628,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
         if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
-        copied = tkvi_gauge_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
+        copied = tkvi_head_probe_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
             if (!rows[r].sampled) continue;
@@ -20601,8 +20644,8 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
 }
 
 /* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
-static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, const float *s, const float *c,
-                             float *w, float *o) {
+static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *row, const float *s,
+                               const float *c, float *w, float *o) {
     const tkvi_kernels *kernels = u->call->kv->kernels;
     float most = kernels->max64(s), cached_most = kernels->max64(c);
     double shift = 0.0;
@@ -20630,8 +20673,8 @@ static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, cons
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries *q, const tkvi_gauge *g,
-                                               tkvi_contrast *rows, float *o) {
+static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_queries *q,
+                                                 const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
         &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
@@ -20642,7 +20685,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
     for (i = 0; i < u->list->n; i++) {
         const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
         int any = 0, at[TKVI_BLOCK];
-        const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
+        const uint8_t *bytes, *copy = tkvi_head_probe_copy(kv->meter, g, start, &from);
         const tkvi_record *rec;
         if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
         rec = copy ? exact : tkvi_record_of(u, i, &bytes);
@@ -20658,8 +20701,8 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
         memset(p, 0, sizeof p);
         for (r = 0; r < u->rows; r++)
             if (rows[r].sampled)
-                any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
-                                         p + r * TKVI_BLOCK, o);
+                any |= tkvi_comparison_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
+                                           p + r * TKVI_BLOCK, o);
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
@@ -20669,7 +20712,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
 }
 
 /* Output of a row, rotated values turned back, before learned sinks and the division. */
-static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotated, float *row) {
+static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
@@ -20680,8 +20723,9 @@ static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotate
 }
 
 /* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
-static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, const tkvi_contrast *row,
-                              const tkvi_sums *s, const float *o, tkvi_tally *tally) {
+static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, int r,
+                                const tkvi_comparison *row, const tkvi_sums *s, const float *o,
+                                tkvi_error_sums *error_sums) {
     const tkv_attend_params *p = u->call->p;
     float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
@@ -20703,41 +20747,41 @@ static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, 
         size += (double)x[i] * a * ((double)x[i] * a);
     }
     divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
-    tally->agreed += row->choice >= row->m;
-    tally->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
-    tally->divergence += divergence;
-    if (divergence > tally->worst) tally->worst = divergence;
+    error_sums->agreed += row->choice >= row->m;
+    error_sums->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    error_sums->divergence += divergence;
+    if (divergence > error_sums->worst) error_sums->worst = divergence;
 }
 
 /* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
-static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, const tkvi_sums *s,
+static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
                                        const tkvi_sums *work) {
     tkvi_meter *m = u->call->kv->meter;
-    tkvi_gauge *g = tkvi_gauge_of(m, u->call->plan->stored, u->head);
-    tkvi_contrast rows[TKVI_ROWS];
-    tkvi_tally tally;
+    tkvi_head_probe *g = tkvi_head_probe_of(m, u->call->plan->stored, u->head);
+    tkvi_comparison rows[TKVI_ROWS];
+    tkvi_error_sums error_sums;
     uint64_t kept;
     int r;
     if (!g || u->call->rows[u->item].seq != m->seq) return;
-    memset(&tally, 0, sizeof tally);
-    kept = tkvi_contrast_begin(u, g, rows);
-    if (kept) tkvi_contrast_blocks(u, q, g, rows, work->o);
+    memset(&error_sums, 0, sizeof error_sums);
+    kept = tkvi_comparison_begin(u, g, rows);
+    if (kept) tkvi_comparison_blocks(u, q, g, rows, work->o);
     for (r = 0; r < u->rows; r++) {
         if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
-        tally.samples++;
-        tally.keys += rows[r].keys;
-        tally.kept += rows[r].kept;
-        if (rows[r].kept && rows[r].l > 0.0) tkvi_contrast_end(u, q, r, &rows[r], s, work->o, &tally);
-        else tally.agreed++; /* nothing that could differ */
+        error_sums.samples++;
+        error_sums.keys += rows[r].keys;
+        error_sums.kept += rows[r].kept;
+        if (rows[r].kept && rows[r].l > 0.0) tkvi_comparison_end(u, q, r, &rows[r], s, work->o, &error_sums);
+        else error_sums.agreed++; /* nothing that could differ */
     }
-    if (!tally.samples) return;
+    if (!error_sums.samples) return;
     tkvi_lock(&m->lock);
-    tkvi_tally_add(&g->sum, &tally);
+    tkvi_error_sums_add(&g->sum, &error_sums);
     tkvi_unlock(&m->lock);
 }
 
 /* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
-static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, const tkvi_sums *s,
+static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
@@ -20782,8 +20826,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 
 /* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
-static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = u->call->mass;
+static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
+    const tkvi_token_scores *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
     if (!m) return u->rows;
     for (; r < u->rows; r++) {
@@ -20794,7 +20838,7 @@ static int tkvi_next_teller(const tkvi_unit *u, int r) {
 }
 
 /* How many keys a query can see. */
-static int tkvi_keys_seen(const tkvi_unit *u, int query) {
+static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
     const tkv_cache *kv = u->call->kv;
     int low, high, i, t, n = 0;
     tkvi_visible(u, query, &low, &high);
@@ -20807,14 +20851,14 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_at(kv, u->ids[i], t);
-            n += at >= low && at < high && (tkvi_there(b, slots) >> t & 1);
+            n += at >= low && at < high && (tkvi_live_mask(b, slots) >> t & 1);
         }
     }
     return n;
 }
 
 /* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
-static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float lse, int r, float *p) {
     if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
         (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
         return 1;
@@ -20824,9 +20868,10 @@ static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, i
 }
 
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
-static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
+static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int first, int last,
+                              tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
-    const tkvi_mass *m = u->call->mass;
+    const tkvi_token_scores *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
     int i, r, t, end, any;
@@ -20851,22 +20896,22 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
+        tkvi_token_score_add(kv, u->ids[i], u->list->len, said, m->one);
     }
 }
 
 /* The rows of a unit that tell do. s: finished sums; q: overwritten. */
-static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last,
-                                           tkvi_queries *q) {
+static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi_sums *s, int first, int last,
+                                             tkvi_queries *q) {
     int r, end;
-    for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
-        tkvi_unit tellers = *u;
+    for (r = tkvi_next_sampled(u, 0); r < u->rows; r = tkvi_next_sampled(u, end)) {
+        tkvi_work_tile sampled_tile = *u;
         float lse[TKVI_ROWS];
-        for (end = r; end < u->rows && tkvi_next_teller(u, end) == end; end++)
+        for (end = r; end < u->rows && tkvi_next_sampled(u, end) == end; end++)
             lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
-        tellers.first += r;
-        tellers.rows = end - r;
-        tkvi_tell_blocks(&tellers, lse, first, last, q);
+        sampled_tile.first += r;
+        sampled_tile.rows = end - r;
+        tkvi_score_blocks(&sampled_tile, lse, first, last, q);
     }
 }
 
@@ -20878,18 +20923,18 @@ typedef struct tkvi_work {
     tkv_task task;
 } tkvi_work;
 
-static int tkvi_count_units(const tkvi_call *c) {
+static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
     for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
     return n;
 }
 
-static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
+static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
     int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
-            tkvi_unit_init(u, c, i, row, number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
             return;
         }
         number -= tiles * heads;
@@ -20897,59 +20942,59 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     }
 }
 
-static tkvi_sums tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+static tkvi_sums tkvi_split_at(const tkvi_work *w, const tkvi_work_tile *u, int unit, int chunk) {
     return tkvi_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * (size_t)TKVI_SUMS_FLOATS(u->v_pad),
                         u->v_pad);
 }
 
-static void tkvi_run_part(void *ctx, int index) {
+static void tkvi_run_split(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
     tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, index / w->n_chunks, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, index / w->n_chunks, &u);
     if (chunk >= u.n_chunks) return;
     tkvi_load_queries(&u, &q);
-    sums = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
-    tkvi_part(&u, &q, chunk, &sums);
+    sums = tkvi_split_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_attend_split(&u, &q, chunk, &sums);
 }
 
-/* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
-static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_unit *u, tkvi_queries *q,
+/* All parts of a unit, merged in order: those that tkvi_run_split left, or made here one by one. */
+static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
                         const tkvi_sums *sums, const tkvi_sums *here) {
     int chunk;
-    tkvi_part(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
     for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
         tkvi_sums part = *here;
-        if (w->parts) part = tkvi_part_at(w, u, index, chunk);
-        else tkvi_part(u, q, chunk, &part);
+        if (w->parts) part = tkvi_split_at(w, u, index, chunk);
+        else tkvi_attend_split(u, q, chunk, &part);
         tkvi_merge(u, sums, &part);
     }
     tkvi_begin_space(u, sums, 0);
 }
 
-static void tkvi_run_unit(void *ctx, int index) {
+static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, index, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, index, &u);
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
-    if (w->call->listen) tkvi_listen(&u, &q, &sums);
-    if (w->call->metric) tkvi_listen_queries(&u, &q);
+    if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
+    if (w->call->metric) tkvi_collect_query_stats(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
-        tkvi_gather_mass(&u, &sums, 0, u.list->n, &q);
-    } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
-        part = tkvi_part_at(w, &u, index, 0);
+        tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
+    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* for tkvi_run_gather */
+        part = tkvi_split_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
         memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
     }
@@ -20960,33 +21005,33 @@ static void tkvi_run_gather(void *ctx, int index) {
     const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
     tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, unit, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, unit, &u);
     if (chunk >= u.n_chunks) return;
-    sums = tkvi_part_at(w, &u, unit, 0);
-    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
+    sums = tkvi_split_at(w, &u, unit, 0);
+    tkvi_gather_scores(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
 }
 
 /* Does any unit tell? Serves only to wake no threads in vain. */
-static int tkvi_any_tells(const tkvi_work *w) {
+static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
     for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
-        tkvi_unit u;
-        tkvi_find_unit(w->call, i, &u);
-        any = tkvi_next_teller(&u, 0) < u.rows;
+        tkvi_work_tile u;
+        tkvi_find_work_tile(w->call, i, &u);
+        any = tkvi_next_sampled(&u, 0) < u.rows;
     }
     return any;
 }
 
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
-typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
-    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
-    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
+typedef struct tkvi_prefill_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
+    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
     int lanes;
-} tkvi_many_sums;
+} tkvi_prefill_sums;
 
 /* Queries of a unit, [channel][lanes], lanes without a row 0. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, int lanes, float *q,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
                                           float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -20999,12 +21044,12 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, 
 }
 
 /* Which tokens of block i lanes see; 0 if all lanes see all. */
-static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t *low, int32_t *high) {
+static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low, int32_t *high) {
     const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
     if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
-    memset(low, 0, TKVI_MANY * sizeof *low);
-    memset(high, 0, TKVI_MANY * sizeof *high);
+    memset(low, 0, TKVI_PREFILL * sizeof *low);
+    memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
@@ -21014,7 +21059,7 @@ static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int i, int lanes,
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float *origin, int i, int lanes,
                                             float *scores) {
     int at[TKVI_BLOCK], r, t;
     tkvi_places(u, i, at);
@@ -21027,26 +21072,26 @@ static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *ori
 }
 
 /* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
-static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
+static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
     int r, any = 0;
-    if (!u->call->listen || i < u->list->sinks) return 0;
-    memset(hears, 0, TKVI_MANY * sizeof *hears);
+    if (!u->call->collect_stats || i < u->list->sinks) return 0;
+    memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
     for (r = 0; r < u->rows; r++)
-        if (tkvi_listens(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
-            hears[r] = 1.0f;
+        if (tkvi_is_sampled(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+            sampled_lanes[r] = 1.0f;
             any = 1;
         }
     return any;
 }
 
 /* The online softmax over all blocks. */
-static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *sums) {
-    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_MANY], shrink[TKVI_MANY], hears[TKVI_MANY];
-    TKVI_ALIGNED int32_t low[TKVI_MANY], high[TKVI_MANY];
+static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
     const tkv_cache *kv = u->call->kv;
-    const tkvi_many *many = u->call->many;
+    const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
-    tkvi_many_queries q;
+    tkvi_prefill_queries q;
     tkvi_weighing w;
     int i, r, rotated;
     q.lanes = lanes;
@@ -21054,7 +21099,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     tkvi_reference_key(u, q.ref);
     tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
-    for (r = 0; r < TKVI_MANY; r++) {
+    for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far_attention[r] = 0.0f;
     }
@@ -21065,7 +21110,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.shrink = shrink;
     w.high = high;
     w.far_attention =
-        u->call->listen ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
+        u->call->collect_stats ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
@@ -21079,8 +21124,8 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
             if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
-            w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
-            if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+            if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
@@ -21090,42 +21135,42 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     }
 }
 
-static TKVI_NOINLINE void tkvi_many_listen(const tkvi_unit *u, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
-    if (u->call->listen) tkvi_listen(u, &q, sums);
-    if (u->call->metric) tkvi_listen_queries(u, &q);
+    if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
+    if (u->call->metric) tkvi_collect_query_stats(u, &q);
 }
 
-static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_prefill_gather(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_gather_mass(u, sums, 0, u->list->n, &q);
+    tkvi_gather_scores(u, sums, 0, u->list->n, &q);
 }
 
 /* Eight rows of a unit, or as many as are gathered together. */
-static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
-    tkvi_unit eight = *u;
+static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
+    tkvi_work_tile eight = *u;
     eight.first += first;
     eight.rows = tkvi_min(u->call->tell, u->rows - first);
     return eight;
 }
 
 /* Whoever wants to know of them is told, then they go out. */
-static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *from, int first) {
-    const tkvi_unit eight = tkvi_many_eight(u, first);
+static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first) {
+    const tkvi_work_tile eight = tkvi_prefill_eight(u, first);
     tkvi_sums sums;
     sums.o = from->o + first * u->v_pad;
     sums.m = from->m + first;
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
+    if (u->call->collect_stats || u->call->metric) tkvi_prefill_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
 
-static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
-    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     int i, r;
     memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
     for (r = 0; r < sums->lanes; r += 16)
@@ -21134,22 +21179,22 @@ static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *
                                 u->v_pad);
 }
 
-static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
-    tkvi_many_sums sums;
+static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
+    tkvi_prefill_sums sums;
     int first;
-    sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
-    tkvi_many_blocks(u, &sums);
+    sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    tkvi_prefill_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
-    tkvi_many_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
+    tkvi_prefill_in_rows(u, &sums);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_prefill_finish(u, &sums, first);
 }
 
 /* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
-static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit *u) {
+static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_work_tile *u) {
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
     const tkvi_meter *m = u->call->kv->meter;
-    const tkvi_gauge *g = tkvi_gauge_of(u->call->kv->meter, u->call->plan->stored, u->head);
+    const tkvi_head_probe *g = tkvi_head_probe_of(u->call->kv->meter, u->call->plan->stored, u->head);
     const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here, u->v_pad);
     int r, samples = 0;
     for (r = 0; g && r < u->rows; r++)
@@ -21160,21 +21205,21 @@ static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit 
     tkvi_measure(u, &q, &sums, &part);
 }
 
-static void tkvi_run_many(void *ctx, int index) {
+static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    tkvi_unit u;
+    tkvi_work_tile u;
     int first;
-    tkvi_find_unit(w->call, index, &u);
-    tkvi_many_unit(&u);
+    tkvi_find_work_tile(w->call, index, &u);
+    tkvi_prefill_unit(&u);
     for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
-        const tkvi_unit eight = tkvi_many_eight(&u, first);
-        tkvi_many_measure(w, &eight);
+        const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
+        tkvi_prefill_measure(w, &eight);
     }
 }
 
 /* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
  * scores must be the same ones again. */
-static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
+static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->p->mass) return NULL;
@@ -21188,7 +21233,7 @@ static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return tkvi_many_of(kv->kernels->isa);
+    return tkvi_prefill_of(kv->kernels->isa);
 }
 
 /* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
@@ -21210,7 +21255,7 @@ static void tkvi_leave_parts(tkv_cache *kv) {
 }
 
 /* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
-#define TKVI_MASS_CHUNK 16 /* blocks */
+#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks */
 
 static void tkvi_run_mass(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
@@ -21219,13 +21264,13 @@ static void tkvi_run_mass(void *ctx, int index) {
     int number, i, r, t;
     for (number = 0; number < w->n_units; number++) {
         TKVI_ALIGNED tkvi_queries q;
-        tkvi_unit u;
+        tkvi_work_tile u;
         int last;
-        tkvi_find_unit(c, number, &u);
-        last = tkvi_min(u.list->n, (index + 1) * TKVI_MASS_CHUNK);
-        if (index * TKVI_MASS_CHUNK >= last) continue;
+        tkvi_find_work_tile(c, number, &u);
+        last = tkvi_min(u.list->n, (index + 1) * TKVI_TOKEN_SCORE_CHUNK);
+        if (index * TKVI_TOKEN_SCORE_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
-        for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
+        for (i = index * TKVI_TOKEN_SCORE_CHUNK; i < last; i++) {
             float *mass = c->p->mass + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
@@ -21253,7 +21298,7 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
 
 /* A task with room of its own for what it fetches. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
     room.key = TKVI_NIL;
@@ -21264,7 +21309,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = kv->pool.n_spilled ? tkvi_run_fetching : task;
+    tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -21281,7 +21326,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     if (st) return st;
     c.failed = &failed;
     w.call = &c;
-    w.n_units = tkvi_count_units(&c);
+    w.n_units = tkvi_count_work_tiles(&c);
     w.n_chunks = 0;
     w.parts = NULL;
     for (i = 0; i < c.n_rows; i++) {
@@ -21292,22 +21337,23 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
-          w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
+          w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
     if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
-        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_part);
-        tkvi_run(&w, w.n_units, 0, tkvi_run_unit);
-        if (!failed && tkvi_any_tells(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
+        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
+        tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
+        if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
         tkvi_leave_parts(kv);
-    } else if (few || !(c.many = tkvi_many_for(&c))) {
-        tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
+    } else if (few || !(c.many = tkvi_prefill_for(&c))) {
+        tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
         c.tile -= c.tile % c.tell;
-        tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
+        tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
         c.tile = c.tell;
     }
-    if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
+    if (p->mass && !failed)
+        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1, tkvi_run_mass);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }
@@ -21397,7 +21443,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
-    tkvi_room room[2];
+    tkvi_fetch_buffer room[2];
     const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
@@ -21415,9 +21461,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_there(b, n);
+            const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
+            if (tkvi_is_discarded(b)) continue; /* nobody sees it: tkvi_call_init */
             st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
@@ -21491,14 +21537,14 @@ static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
@@ -21517,7 +21563,7 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
 /* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
@@ -21575,19 +21621,19 @@ static void tkvi_promise(tkv_cache *kv, int seq, int len) {
 /* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
  * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
  * passes it keeps the promise as well: it may be aborted. */
-static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = paper->live + kv->tables.n_classes;
+    int64_t *before = dry_run->live + kv->tables.n_classes;
     size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
     int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, paper->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
-    tkvi_paper_append(kv, seq, layer, n, paper);
+    memcpy(before, dry_run->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
+    tkvi_dry_run_append(kv, seq, layer, n, dry_run);
     if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(paper->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
-    tkvi_peak_note(paper);
+        memcpy(dry_run->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, dry_run->live);
+    tkvi_peak_note(dry_run);
 }
 
 /* Pages in use, and those that reservations will need. */
@@ -21596,7 +21642,7 @@ static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
 }
 
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
-static void tkvi_settle(tkv_cache *kv, int seq) {
+static void tkvi_release_unused(tkv_cache *kv, int seq) {
     if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
     tkvi_trim(&kv->pool);
 }
@@ -21648,7 +21694,7 @@ TKVI_FN float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, const tkvi_source *s, int token,
                            int head, int at, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
@@ -21670,7 +21716,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[mine].gone = kv->pool.block[id].gone;
-            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
+            if (kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -21710,11 +21756,11 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.notes) { /* a place of a token that was cut off */
+        if (kv->pool.token_meta) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] =
+            kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].mass[at] =
                 tkvi_keeps_norms(kv)
                     ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
                     : 0;
@@ -21742,18 +21788,18 @@ static void tkvi_watch(tkv_cache *kv, int seq) {
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, "sequence ");
-    tkvi_say_int(&t, seq);
-    tkvi_say(&t, ", layer ");
-    tkvi_say_int(&t, layer);
-    tkvi_say(&t, " holds ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, " tokens, so the next position is ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, ", not ");
-    tkvi_say_int(&t, position);
-    tkvi_say(&t,
-             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    tkvi_append_text(&t, "sequence ");
+    tkvi_append_int(&t, seq);
+    tkvi_append_text(&t, ", layer ");
+    tkvi_append_int(&t, layer);
+    tkvi_append_text(&t, " holds ");
+    tkvi_append_int(&t, len);
+    tkvi_append_text(&t, " tokens, so the next position is ");
+    tkvi_append_int(&t, len);
+    tkvi_append_text(&t, ", not ");
+    tkvi_append_int(&t, position);
+    tkvi_append_text(&t, position < len ? ": call tkv_reset or tkv_truncate first"
+                                        : ": append those before it first");
     return TKV_ERR_RANGE;
 }
 
@@ -21789,12 +21835,12 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
 }
 
 /* An append on paper. */
-static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
-    tkvi_peak paper = tkvi_paper(kv);
+static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i;
     for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
-    return paper;
+        if (rows[i].n) tkvi_dry_run_row(kv, rows[i].seq, layer, rows[i].n, &dry_run);
+    return dry_run;
 }
 
 /* What came with the last append may get tighter from now on; or, if this one fails, may not. */
@@ -21802,7 +21848,7 @@ static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int
     int i;
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
         if (failed) list->chunk = list->chunk_was;
         else list->chunk_was = list->chunk, list->chunk = list->len;
     }
@@ -21813,7 +21859,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkv_rows one;
     const tkv_rows *rows;
     tkvi_source k, v;
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int8_t had;
     tkv_status st;
     int n_rows, i, total, open, first = 0;
@@ -21854,36 +21900,36 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
-    if (tkvi_lazy(kv))
+    if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* what has left every window makes room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
-    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
-    if (tkvi_lazy(kv)) {
+    if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget_bytes,
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        tkvi_ask_for(kv, &dry_run, rows, n_rows, p->layer);
         fits = tkvi_fits_somewhere(kv, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
         if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         had = kv->tables
                   .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
-        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+        dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
     tkvi_learn_end(kv, p->layer, had, 1);
     if (!open) tkvi_metric_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
@@ -21901,7 +21947,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seen[p->layer] =
             tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
     tkvi_metric_count(kv, p->layer, total);
-    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
+    for (i = 0; i < n_rows; i++)
+        tkvi_release_unused(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
     tkvi_learn_end(kv, p->layer, had, 0);
@@ -21941,24 +21988,24 @@ static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
 
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int8_t had[TKVI_MAX_LAYERS];
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
         if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
     }
-    paper = tkvi_paper(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    dry_run = tkvi_begin_dry_run(kv);
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
                                                                                  : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &paper);
+                         partial, pass ? NULL : &dry_run);
         if (pass) continue;
-        ready = (tkvi_lazy(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
+        ready = (tkvi_has_budget(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &dry_run); /* nothing but windows is due then */
         for (layer = 0; layer < n; layer++) {
             tkvi_learn_end(kv, layer, had[layer], ready);
             if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
@@ -21966,14 +22013,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
     if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
+        const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
                          budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22024,7 +22071,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
                              "");
     }
     kv->seq[seq].in_step = 0;
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22052,7 +22099,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
-    tkvi_mass_cut(kv, list, ids);
+    tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
     if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
 }
@@ -22067,16 +22114,16 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
-        if (kv->ears && kv->ears[layer].tokens > 0)
-            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        if (kv->query_stats && kv->query_stats[layer].tokens > 0)
+            kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_cut(kv, seq, layer, list->step_len);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
@@ -22091,25 +22138,25 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
-    paper = tkvi_paper(kv);
-    if (tkvi_lazy(kv)) {
+    dry_run = tkvi_begin_dry_run(kv);
+    if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        tkvi_ask_for(kv, &dry_run, &row, 1, -1);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
         tkvi_promise(kv, seq, tkvi_max(had, len + n));
-        paper = tkvi_paper(kv);
+        dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
          layer++) /* the first table can be due; others wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
     want = tkvi_row_want(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
@@ -22132,8 +22179,8 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
-        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
+        for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
                              must, " must stay");
@@ -22141,7 +22188,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     if (tkvi_pages_taken(&kv->pool) >
         taken) /* where tokens were evicted, blocks that are left have no room */
         tkvi_promise(kv, seq, 0);
@@ -22174,10 +22221,10 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
-    const tkvi_helpers *help;
+    const tkvi_simd_ops *help;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     int i, h, from, to, slot;
     room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
@@ -22187,10 +22234,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+    if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = start; i < start + n && tkvi_next_discarded(kv, seq, layer, i, start + n);
+         i++) { /* but for anchors */
         const int at = tkvi_find(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+        if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
@@ -22261,7 +22309,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
             if (pass) {
-                tkvi_let_go(kv, p->seq, layer, 0);
+                tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
@@ -22269,7 +22317,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
-    tkvi_settle(kv, p->seq);
+    tkvi_release_unused(kv, p->seq);
     return tkvi_ok(kv);
 }
 
@@ -22282,15 +22330,15 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
+        (void)tkvi_build_view(kv, seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
         tkvi_note_victims(kv, seq, l, &c);
-        tkvi_let_go(kv, seq, l, 0);
+        tkvi_apply_eviction(kv, seq, l, 0);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22305,21 +22353,21 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
-            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
                 const int at = tkvi_at(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
-            if (until == TKVI_FOREVER) notes->pinned |= these;
+            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) token_meta->pinned |= these;
             else if (until) {
-                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
-                notes->passing |= these;
+                token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
+                token_meta->temporary_pins |= these;
             } else {
-                notes->pinned &= ~these;
-                notes->passing &= ~these;
+                token_meta->pinned &= ~these;
+                token_meta->temporary_pins &= ~these;
             }
         }
     }
@@ -22348,7 +22396,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     if (n == 0) return TKV_OK;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
             if (at >= 0 && at < n) tkvi_mark(mask, at);
@@ -22369,14 +22417,14 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
 
 
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int i;
     if (!bytes) return TKV_ERR_ARG;
     if (st) return st;
     for (i = 0, *bytes = 0; i < h.n_keys; i++)
         if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
-    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
+    *bytes += 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h.cfg.n_kv_heads;
     return TKV_OK;
 }
 
@@ -22391,7 +22439,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
-        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
+        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
         if (kv->store_failed) break;
     }
     tkvi_trim(&kv->pool);
@@ -22403,25 +22451,25 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
 
 /* Room for one more block of this coding, nothing else being touched for it. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
-    tkvi_peak paper = tkvi_paper(kv);
-    tkvi_peak_take(&paper, coding);
-    if (tkvi_lazy(kv)) {
-        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
+    tkvi_peak_take(&dry_run, coding);
+    if (tkvi_has_budget(kv)) {
+        tkvi_ask_for(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
     }
-    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
+    if (tkvi_peak_ready(&kv->pool, &dry_run)) return TKV_OK;
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                      "no memory for a block in a better format", 0, NULL);
 }
 
 /* All pieces of what is outside, into a slot of its coding. */
-static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                  int coding, uint8_t *to) {
     const tkvi_coding *c = &kv->tables.coding[coding];
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     int i;
     room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
@@ -22438,8 +22486,8 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
 /* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
 static int tkvi_better_of(const tkvi_block *b) {
     if (b->refs > 1) return -1;
-    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
-    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
+    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
 /* Block i, which has this position, comes back. */
@@ -22459,7 +22507,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -22470,11 +22518,11 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
-    if (what == TKVI_COPY) b->via = 0;
+    if (what == TKVI_COPY) b->previous_coding = 0;
     if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
@@ -22534,9 +22582,9 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 }
 
 /* The first position from `from` on that some layer lacks, -1: there is none. */
-static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
+static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -22553,10 +22601,10 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     int at;
     if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
-    at = tkvi_first_absent(kv, seq, 0);
+    at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
     *start = at;
-    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
     *n = at - *start;
     return TKV_OK;
 }
@@ -22574,16 +22622,16 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+            const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
-            if (tkvi_absent(b)) piece.dropped = 1;
-            if (tkvi_absent(b)) piece.layers = layer + 1;
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_discarded(b)) piece.dropped = 1;
+            if (tkvi_is_discarded(b)) piece.layers = layer + 1;
+            if (tkvi_is_offloaded(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
-                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
     if (!piece.dropped) piece.layers = 0;
@@ -22591,7 +22639,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 }
 
 static int tkvi_next_level(const tkv_cache *kv) {
-    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
@@ -22625,10 +22673,10 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
-    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
+    last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
-    tkvi_settle(kv, seq);
+    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22650,8 +22698,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
-    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to, 1, &last);
+    to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
+    won = tkvi_discard_to(kv, seq, to, 1, &last);
     if (tighten) {
         tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
@@ -22659,7 +22707,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
             won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22667,12 +22715,12 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
 /* The codings that what is given to block i goes through, hot first; returns how many. */
 static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
-    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     way[n++] = r->coding[TKV_HOT];
-    if (b->via) way[n++] = b->via - 1;
+    if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
     if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
     /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
@@ -22701,7 +22749,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
     c = &kv->tables.coding[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
-    tkvi_forget_spilled(&kv->pool, id);
+    tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
     b->coding = (uint16_t)way[0];
@@ -22724,7 +22772,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
         r.to = &kv->tables.coding[way[s]];
         tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
     }
-    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    b->previous_coding = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
@@ -22733,20 +22781,20 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
 
 /* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
  * there. */
-static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
     for (i = first; i < last; i++) {
         int steps;
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         steps = tkvi_way_back(kv, seq, layer, i, way);
-        paper.outside--;
-        tkvi_peak_take(&paper, way[steps - 1]);
+        dry_run.outside--;
+        tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
     }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
-    return paper;
+    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&dry_run, longest[s]);
+    return dry_run;
 }
 
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
@@ -22755,7 +22803,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int i, first = -1, last = 0;
     if (st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
@@ -22767,7 +22815,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
         const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
                              " on");
@@ -22795,21 +22843,22 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
                          " (cfg.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    paper = tkvi_paper_give(kv, seq, layer, first, last);
-    if (tkvi_lazy(kv)) {
+    dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+    if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        tkvi_ask_for(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
-        paper = tkvi_paper_give(kv, seq, layer, first, last);
+        dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
     }
-    if (!tkvi_peak_ready(&kv->pool, &paper))
+    if (!tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                          "no memory for what comes back, tokens", n, "");
     for (i = first; i < last; i++)
-        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
-    tkvi_settle(kv, seq);
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
+            tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -22838,11 +22887,11 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
         if (at == start) break;
         kv->error[0] = 0; /* what stands there then is of this call */
         st = compute(user, kv, seq, 0, layers, start, at - start);
-        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
+        if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
     }
     if (missing)
-        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
+        for (at = 0; (at = tkvi_first_discarded(kv, seq, at)) >= 0; at = n) {
             n = tkvi_piece_end(kv, seq, at, 1);
             *missing += n - at;
         }
@@ -22878,23 +22927,23 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->ids = tkvi_ids(kv, seq, layer);
     /* age alone needs nothing gathered */
     if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
-    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
+    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
 /* Positions and importance of the tokens of block i that are there; returns how many. */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
-    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
+    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh(r->kv, position, out, n, r->list->len);
+    tkvi_weigh_importance(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -22953,16 +23002,16 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
+        const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }
@@ -23034,12 +23083,12 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
         const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
-        const int moved = r->kv->pool.notes[r->ids[i]].moved;
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved;
         float score = 0.0f;
-        if (!tkvi_spilled(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
         tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_absent(b)),
+                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
                              moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
     }
 }
@@ -23053,7 +23102,7 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
 }
 
 /* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
-static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+static tkv_status tkvi_decay(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
                              const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
     tkv_status st = TKV_OK;
@@ -23066,10 +23115,10 @@ static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tk
             *done += !st;
             continue;
         }
-        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
+        if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
             st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
                                NULL);
-        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
     }
@@ -23093,8 +23142,8 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
                          p->by.cfg.per_step, "");
     p->promoted = p->waiting = p->no_source = 0;
-    if (kv->pool.notes) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_bring(&r, seq, layer, p, &best, &done);
+    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_decay(&r, seq, layer, p, &best, &done);
     tkvi_promoting_end(&best, &p->by, done);
     p->promoted = done;
     p->waiting = best.waiting + best.found - done;
@@ -23142,13 +23191,13 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_absent(&kv->pool.block[ids[i]])) {
-            out->missing += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+            out->missing += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
-        out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
-        out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
+        out->spilled += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
     out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
@@ -23166,7 +23215,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
     i = tkvi_find(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
-    if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
+    if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -23182,7 +23231,7 @@ TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, 
 /* Sums of all gauges, or of those of one layer. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
-    tkvi_tally sum;
+    tkvi_error_sums sum;
     double n;
     int i;
     memset(out, 0, sizeof *out);
@@ -23191,8 +23240,8 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     memset(&sum, 0, sizeof sum);
     tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
-        if (layer < 0 || m->gauge[i].layer == layer) {
-            tkvi_tally_add(&sum, &m->gauge[i].sum);
+        if (layer < 0 || m->head_probe[i].layer == layer) {
+            tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
             out->heads++;
         }
     tkvi_unlock(&m->lock);
@@ -23225,7 +23274,7 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
     int i;
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
-        memset(&kv->meter->gauge[i].sum, 0, sizeof kv->meter->gauge[i].sum);
+        memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
     return tkvi_ok(kv);
 }
 
@@ -23274,9 +23323,9 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!tkvi_absent(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
+        if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
+                           (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
 
@@ -23310,7 +23359,7 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[i]]))
+        if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
@@ -23362,7 +23411,7 @@ typedef struct tkvi_away {
 } tkvi_away;
 
 /* The oldest of a list go, what is of the hot tail and the last two blocks not. */
-static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+static void tkvi_send_away(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p, int n_tokens,
                            int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
     static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
     const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
@@ -23388,8 +23437,8 @@ static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_p
     }
 }
 
-static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
-                            int64_t tokens, int64_t *live) {
+static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
+                            int64_t blocks, int64_t tokens, int64_t *live) {
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -23397,8 +23446,9 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tk
 }
 
 /* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
-static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
-                              int64_t n_seqs, int waiting, const tkvi_away *away, int64_t *live) {
+static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
+                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_away *away,
+                              int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
@@ -23424,9 +23474,9 @@ typedef struct tkvi_stretch {
 } tkvi_stretch;
 
 /* The bytes with every layer's plan as this level has it. */
-static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch *stretch, int n_tokens,
-                                   int n_seqs, tkv_memory_info *out) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
+                                   int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
@@ -23471,7 +23521,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch 
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h->cfg);
+    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
@@ -23491,7 +23541,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch 
 }
 
 /* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
-static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget_bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_stretch stretch;
@@ -23523,7 +23573,7 @@ static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, 
 
 /* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
  * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
-static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
+static int tkvi_evicts_to(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
     if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
@@ -23534,7 +23584,7 @@ static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int least, keep;
@@ -23557,7 +23607,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
 }
 
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
@@ -23595,10 +23645,10 @@ typedef struct tkvi_checker {
 
 static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
     tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
-    tkvi_say(&t, what);
-    tkvi_say(&t, " (");
-    tkvi_say_int(&t, where);
-    tkvi_say(&t, ")");
+    tkvi_append_text(&t, what);
+    tkvi_append_text(&t, " (");
+    tkvi_append_int(&t, where);
+    tkvi_append_text(&t, ")");
     return TKV_ERR_BROKEN;
 }
 
@@ -23619,7 +23669,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
-    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
@@ -23645,17 +23695,17 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->out < 0 || list->out > list->n - list->sinks)
         return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
+        if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if (kv->pool.notes ? list->n && list->len == list->dropped
-                       : (list->n == 0) != (list->len == list->dropped))
+    if (kv->pool.token_meta ? list->n && list->len == list->dropped
+                            : (list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
-    if (list->n && (kv->pool.notes ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                   : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                        : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -23663,7 +23713,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
+        if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
             return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
         for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
             if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
@@ -23671,24 +23721,25 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                 return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_at(kv, ids[i], t);
         }
-        if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
+        if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
             return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)
-            if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
+        for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
+            if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
                 return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (i < list->sinks
                 ? kv->tables.coding[b->coding].key != p->sink_coding
-                : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
+                : !tkvi_of_tier(kv, layer, tkvi_is_discarded(b), tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (tkvi_spilled(b) && (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_absent(b))))
+        if (tkvi_is_offloaded(b) &&
+            (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
             return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_lazy(kv) && !kv->moved)
+            !tkvi_has_budget(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -23763,11 +23814,13 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
-    for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
-    if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    for (i = 0, n = 0; i < pool->block_cap; i++)
+        n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_broken(k, "blocks outside are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
-        used += pool->block[i].refs && tkvi_absent(&pool->block[i]);
-    if (used != (int64_t)pool->n_absent) return tkvi_broken(k, "blocks that nobody has are miscounted", used);
+        used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
+    if (used != (int64_t)pool->n_discarded)
+        return tkvi_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
@@ -23794,7 +23847,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
         return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
-        const tkvi_gauge *g = &m->gauge[i];
+        const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
@@ -23846,7 +23899,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_broken(&k, "there is no level", kv->tables.level);
-    if (tkvi_lazy(kv) && (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+    if (tkvi_has_budget(kv) &&
+        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
@@ -24022,30 +24076,30 @@ static void tkvi_float_write(float x, char *out) {
     uint64_t m = 0;
     int e = 0, n = 0, at, i;
     tkvi_text t = tkvi_text_begin(out, TKVI_FLOAT_TEXT);
-    if (bits >> 31) tkvi_say(&t, "-");
+    if (bits >> 31) tkvi_append_text(&t, "-");
     if (bits & 0x7fffffffu) m = tkvi_float_shortest(bits & 0x7fffffffu, &e);
     for (; m && m % 10u == 0; m /= 10u) e++;
     {
         tkvi_text d = tkvi_text_begin(digits, sizeof digits);
-        tkvi_say_int(&d, (int64_t)m);
+        tkvi_append_int(&d, (int64_t)m);
     }
     while (digits[n]) n++;
     at = n + e; /* of the point: 0.digits * 10^at */
     if (at < -3 || at > 9) {
         char head[2] = {digits[0], 0};
-        tkvi_say(&t, head);
-        if (n > 1) tkvi_say(&t, ".");
-        tkvi_say(&t, digits + 1);
-        tkvi_say(&t, "e");
-        tkvi_say_int(&t, at - 1);
+        tkvi_append_text(&t, head);
+        if (n > 1) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, digits + 1);
+        tkvi_append_text(&t, "e");
+        tkvi_append_int(&t, at - 1);
         return;
     }
-    if (at <= 0) tkvi_say(&t, "0.");
-    for (i = at; i < 0; i++) tkvi_say(&t, "0");
+    if (at <= 0) tkvi_append_text(&t, "0.");
+    for (i = at; i < 0; i++) tkvi_append_text(&t, "0");
     for (i = 0; i < n || i < at; i++) {
         char one[2] = {i < n ? digits[i] : '0', 0};
-        if (i == at && i > 0) tkvi_say(&t, ".");
-        tkvi_say(&t, one);
+        if (i == at && i > 0) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, one);
     }
 }
 
@@ -24242,14 +24296,14 @@ static void tkvi_copied(tkvi_span s, char *out, size_t room) {
 }
 
 /* For a person: without the rest of something long, and without what would ruin a terminal. */
-static void tkvi_say_span(tkvi_text *t, tkvi_span s) {
+static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
     char name[41];
     size_t i;
     tkvi_copied(s, name, sizeof name);
     for (i = 0; i < s.n && i < 40; i++)
         if (name[i] < ' ' || name[i] > '~') name[i] = '?';
-    tkvi_say(t, name);
-    if (s.n > 40) tkvi_say(t, "...");
+    tkvi_append_text(t, name);
+    if (s.n > 40) tkvi_append_text(t, "...");
 }
 
 /* >>kinds */
@@ -24785,15 +24839,15 @@ static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_la
 static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: a line, then what is wrong, then what would be right */
-static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
-    tkvi_say(&r->reason, "line ");
-    tkvi_say_int(&r->reason, line);
-    tkvi_say(&r->reason, ": ");
+static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
+    tkvi_append_text(&r->reason, "line ");
+    tkvi_append_int(&r->reason, line);
+    tkvi_append_text(&r->reason, ": ");
     return &r->reason;
 }
 
 static int tkvi_unreadable(tkvi_parser *r, const char *what) {
-    tkvi_say(tkvi_say_line(r, r->line), what);
+    tkvi_append_text(tkvi_append_line(r, r->line), what);
     return -1;
 }
 
@@ -24814,8 +24868,8 @@ static int tkvi_distance(const char *a, const char *b) {
 }
 
 /* A key that does not exist, and the nearest one that does. */
-static void tkvi_say_unknown(tkvi_parser *r) {
-    tkvi_text *t = tkvi_say_line(r, r->key_line);
+static void tkvi_append_unknown(tkvi_parser *r) {
+    tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
     size_t i, n = 0;
     int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
@@ -24829,42 +24883,42 @@ static void tkvi_say_unknown(tkvi_parser *r) {
         for (row = 0; row < r->fields[g].n_rows; row++) {
             tkvi_text at = tkvi_text_begin(name, sizeof name);
             int distance;
-            if (r->fields[g].name) tkvi_say(&at, r->fields[g].name);
-            if (r->fields[g].name) tkvi_say(&at, ".");
-            tkvi_say(&at, r->fields[g].row[row].name);
+            if (r->fields[g].name) tkvi_append_text(&at, r->fields[g].name);
+            if (r->fields[g].name) tkvi_append_text(&at, ".");
+            tkvi_append_text(&at, r->fields[g].row[row].name);
             distance = tkvi_distance(key, name);
             if (distance >= best) continue;
             best = distance;
             best_g = g;
             best_row = row;
         }
-    tkvi_say_span(t, r->key);
-    tkvi_say(t, " is no key; ");
-    tkvi_say(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
+    tkvi_append_span(t, r->key);
+    tkvi_append_text(t, " is no key; ");
+    tkvi_append_text(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
     if (best_g < 0) return;
     if (r->fields[best_g].name) {
-        tkvi_say(t, r->fields[best_g].name);
+        tkvi_append_text(t, r->fields[best_g].name);
         if (r->fields[best_g].most) {
-            tkvi_say(t, "[i] or [i-j], up to ");
-            tkvi_say_int(t, r->fields[best_g].most - 1);
-            tkvi_say(t, ", and ");
+            tkvi_append_text(t, "[i] or [i-j], up to ");
+            tkvi_append_int(t, r->fields[best_g].most - 1);
+            tkvi_append_text(t, ", and ");
         }
-        tkvi_say(t, ".");
+        tkvi_append_text(t, ".");
     }
-    tkvi_say(t, r->fields[best_g].row[best_row].name);
+    tkvi_append_text(t, r->fields[best_g].row[best_row].name);
 }
 
-static void tkvi_say_bad_value(tkvi_parser *r, const tkvi_row *row) {
-    tkvi_text *t = tkvi_say_line(r, r->key_line);
+static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
+    tkvi_text *t = tkvi_append_line(r, r->key_line);
     const tkvi_word *w = row->words;
-    tkvi_say_span(t, r->key);
-    tkvi_say(t, r->value.n ? " is " : " has no value");
-    tkvi_say_span(t, r->value);
-    tkvi_say(t, "; it must be ");
-    tkvi_say(t, tkvi_kinds[row->kind].want);
+    tkvi_append_span(t, r->key);
+    tkvi_append_text(t, r->value.n ? " is " : " has no value");
+    tkvi_append_span(t, r->value);
+    tkvi_append_text(t, "; it must be ");
+    tkvi_append_text(t, tkvi_kinds[row->kind].want);
     for (; w && w->name; w++) {
-        tkvi_say(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
-        tkvi_say(t, w->name);
+        tkvi_append_text(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, w->name);
     }
 }
 
@@ -25030,7 +25084,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
         if (!row) {
-            tkvi_say_unknown(r);
+            tkvi_append_unknown(r);
             return TKV_ERR_CONFIG;
         }
         begins = !tkvi_kinds[row->kind].write;
@@ -25044,12 +25098,12 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             const int later = pass == TKVI_CHECK && (begins || listed);
             char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
             if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
-                tkvi_say_span(tkvi_say_line(r, r->key_line), r->key);
-                tkvi_say(&r->reason, " is there for the second time; it must be there once");
+                tkvi_append_span(tkvi_append_line(r, r->key_line), r->key);
+                tkvi_append_text(&r->reason, " is there for the second time; it must be there once");
                 return TKV_ERR_CONFIG;
             }
             if (!tkvi_kinds[row->kind].read(r, row, r->value, at)) {
-                tkvi_say_bad_value(r, row);
+                tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
         }
@@ -25073,12 +25127,12 @@ static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, v
 /* There is so much room, and not enough. */
 static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
                                const char *why) {
-    tkvi_text *t = tkvi_say_line(r, line);
-    tkvi_say(t, what);
-    tkvi_say_int(t, room);
-    tkvi_say(t, "; it must be ");
-    tkvi_say_int(t, want);
-    tkvi_say(t, why);
+    tkvi_text *t = tkvi_append_line(r, line);
+    tkvi_append_text(t, what);
+    tkvi_append_int(t, room);
+    tkvi_append_text(t, "; it must be ");
+    tkvi_append_int(t, want);
+    tkvi_append_text(t, why);
     return TKV_ERR_CONFIG;
 }
 
@@ -25112,16 +25166,16 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     tkvi_text t = tkvi_text_begin(what, sizeof what);
     int room = 0;
     if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
-    tkvi_say(&t, a->count_name);
-    tkvi_say(&t, " is ");
+    tkvi_append_text(&t, a->count_name);
+    tkvi_append_text(&t, " is ");
     if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
     if (!highest && tkvi_member_pointer(was, a->at) && n > had)
         return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
                             " or less, as the program has them");
     t = tkvi_text_begin(what, sizeof what);
-    tkvi_say(&t, "the program's room for ");
-    tkvi_say(&t, r->fields[a->group].name);
-    tkvi_say(&t, " is ");
+    tkvi_append_text(&t, "the program's room for ");
+    tkvi_append_text(&t, r->fields[a->group].name);
+    tkvi_append_text(&t, " is ");
     if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
     return TKV_OK;
 }
@@ -25311,16 +25365,16 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     return 0;
 }
 
-static tkv_status tkvi_say_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
-                                   char *reason, size_t reason_size) {
+static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
+                                      char *reason, size_t reason_size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
     const int line = st ? tkvi_text_line(text, size, sentence) : 0;
     if (line) {
-        tkvi_say(&t, "line ");
-        tkvi_say_int(&t, line);
-        tkvi_say(&t, ": ");
+        tkvi_append_text(&t, "line ");
+        tkvi_append_int(&t, line);
+        tkvi_append_text(&t, ": ");
     }
-    tkvi_say(&t, sentence);
+    tkvi_append_text(&t, sentence);
     return st;
 }
 
@@ -25335,8 +25389,8 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
     if (!text || !out)
-        return tkvi_say_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing", reason,
-                                reason_size);
+        return tkvi_append_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing",
+                                   reason, reason_size);
     if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
@@ -25348,18 +25402,18 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
         cfg.n_layers = room.n_layers;
         st = tkv_config_validate(&cfg, sentence, sizeof sentence);
-        return tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+        return tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     bytes = (size_t)room.n_layers * sizeof *room.layers;
     if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
     if (bytes && !room.layers)
-        return tkvi_say_line_of(TKV_ERR_NOMEM, "", 0,
-                                "the allocator gave no memory for the layers of the text", reason,
-                                reason_size);
+        return tkvi_append_line_of(TKV_ERR_NOMEM, "", 0,
+                                   "the allocator gave no memory for the layers of the text", reason,
+                                   reason_size);
     st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
     if (!st) {
         st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
-        (void)tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+        (void)tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     tkvi_put(&heap, room.layers, bytes);
     return st;
@@ -25545,13 +25599,13 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
 static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
-    for (seq = 0; kv->pool.n_absent && seq < kv->tables.cfg.max_seqs; seq++)
+    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
-                if (tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
-                    n += (uint64_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+                if (tkvi_is_discarded(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                    n += (uint64_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;
 }
@@ -25567,8 +25621,8 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_quality(kv, &f->quality);
     if (!st) st = tkv_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
-    f->has[TKVI_KEEPING] =
-        kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat || kv->vacated;
+    f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
+                           kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_missing_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
@@ -25755,9 +25809,9 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     char about[64];
     tkvi_text t = tkvi_text_begin(about, sizeof about);
     int i;
-    tkvi_say(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
-    tkvi_say(&t, tkv_isa_name(tkv_isa_of(f->kv)));
-    tkvi_say(&t, "\"");
+    tkvi_append_text(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
+    tkvi_append_text(&t, tkv_isa_name(tkv_isa_of(f->kv)));
+    tkvi_append_text(&t, "\"");
     tkvi_print_head(o, "tkv_info", "What the cache runs on.");
     tkvi_print_metric(o, f, "tkv_info", about);
     tkvi_print(o, "1\n");

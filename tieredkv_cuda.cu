@@ -748,7 +748,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
     for (i = 0; i < TKVCU_PART; i++)
         *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
             u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
-    beyond = tkvi_a_settle(&c, s->top, &log, &by, &middle);
+    beyond = tkvi_a_finalize_scales(&c, s->top, &log, &by, &middle);
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
@@ -4016,19 +4016,19 @@ struct tkvcu {
 /* >>errors */
 static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
-    tkvi_say(&t, what);
+    tkvi_append_text(&t, what);
     if (more) {
-        tkvi_say(&t, " ");
-        tkvi_say_int(&t, number);
-        tkvi_say(&t, more);
+        tkvi_append_text(&t, " ");
+        tkvi_append_int(&t, number);
+        tkvi_append_text(&t, more);
     }
     return status;
 }
 
 static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
-    tkvi_say(&t, what);
-    tkvi_say(&t, which);
+    tkvi_append_text(&t, what);
+    tkvi_append_text(&t, which);
     return status;
 }
 
@@ -4042,10 +4042,10 @@ static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError
 /* >>what is supported */
 static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_say(&t, why);
+    tkvi_append_text(&t, why);
     if (layer >= 0) {
-        tkvi_say(&t, ", layer ");
-        tkvi_say_int(&t, layer);
+        tkvi_append_text(&t, ", layer ");
+        tkvi_append_int(&t, layer);
     }
     return TKVCU_ERR_UNSUPPORTED;
 }
@@ -4115,7 +4115,7 @@ static int tkvcu_key_of(const tkvi_plan *p, int region) {
 }
 
 typedef struct tkvcu_plan { /* what a description comes to */
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
     tkvcu_list *lists;
@@ -4193,7 +4193,7 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
     d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
     for (i = 0; i < cfg->n_layers; i++) {
         tkvi_plan p;
-        tkvi_rule rule[TKV_MAX_LEVELS];
+        tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
         if (p.stored != i) continue;
@@ -4620,7 +4620,7 @@ static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int se
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_region_of(list, i, &block);
-        if (tkvi_spilled(b)) return "a block is outside RAM";
+        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
         if (b->gone || b->packed) return "tokens were dropped";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
@@ -4765,7 +4765,7 @@ static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, c
 
 /* Memory for tables and blocks of the sequence, or nothing has changed. */
 static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
-    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
@@ -4781,11 +4781,11 @@ static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvc
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
             const int region = tkvcu_region_of(&list, i, &block);
-            tkvi_peak_take(&paper, tkvcu_host_coding(kv, layer, region, 0));
+            tkvi_peak_take(&dry_run, tkvcu_host_coding(kv, layer, region, 0));
         }
         want = tkvi_max(want, list.n + 1);
     }
-    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &paper))
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
                           NULL);
     return TKV_OK;
@@ -4841,7 +4841,7 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
         if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
-        else tkvi_settle(kv, host_seq);
+        else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
     free(t.version);

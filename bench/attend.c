@@ -63,7 +63,7 @@ static const group groups[] = {
 };
 
 typedef struct options {
-    int csv, huge, listen;
+    int csv, huge, collect_stats;
     size_t bytes;
 } options;
 
@@ -264,10 +264,10 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
     bench_pool_begin(&pool, g->threads);
     if (!o->csv) {
         printf("%s: head_dim %d, %d query and %d KV heads, %d quer%s, %d thread%s, %s kernels%s%s\n",
-               o->listen ? "listening" : "attention", g->dim, g->heads, g->kv_heads, g->queries,
+               o->collect_stats ? "listening" : "attention", g->dim, g->heads, g->kv_heads, g->queries,
                g->queries == 1 ? "y" : "ies", g->threads, g->threads == 1 ? "" : "s", isa,
                g->precise ? ", precise" : "", o->huge ? ", huge pages" : "");
-        if (o->listen)
+        if (o->collect_stats)
             printf("%-10s %7s %6s %6s %10s %10s %8s\n", "format", "ctx", "layers", "runs", "quiet us",
                    "listening", "more");
         else
@@ -277,7 +277,7 @@ static void measure_group(const options *o, const group *g, bench_memory *memory
     while (bench_word(&ctxs, ctx, sizeof ctx))
         for (formats = g->formats; bench_word(&formats, plan, sizeof plan);) {
             if (atoi(ctx) <= g->queries) fprintf(stderr, "too few tokens: \"%s\"\n", ctx), exit(1);
-            if (o->listen) measure_listening(o, &cfg, plan, atoi(ctx), values, q);
+            if (o->collect_stats) measure_listening(o, &cfg, plan, atoi(ctx), values, q);
             else measure(o, g, &cfg, plan, atoi(ctx), values, q, memory, &pool);
         }
     if (!o->csv) printf("\n");
@@ -298,7 +298,7 @@ int main(int argc, char **argv) {
     size_t i;
     o.csv = bench_option(argc, argv, "csv") != NULL;
     o.huge = bench_option(argc, argv, "huge") != NULL;
-    o.listen = bench_option(argc, argv, "listen") != NULL;
+    o.collect_stats = bench_option(argc, argv, "listen") != NULL;
     o.bytes = (size_t)bench_number(argc, argv, "mib", 96) << 20;
     for (i = 0; i < sizeof one / sizeof *one; i++) single |= bench_option(argc, argv, one[i]) != NULL;
     bench_config(&cfg, argc, argv);
@@ -309,15 +309,16 @@ int main(int argc, char **argv) {
     g.isa = tkv_isa_name(cfg.isa);
     g.queries = bench_number(argc, argv, "queries", 1);
     g.threads = bench_number(argc, argv, "threads", 1);
-    g.formats = formats ? formats : o.listen ? "tiers,a20/r15" : groups[0].formats;
-    g.ctxs = ctxs ? ctxs : o.listen ? "500,4096,32768" : groups[0].ctxs;
+    g.formats = formats ? formats : o.collect_stats ? "tiers,a20/r15" : groups[0].formats;
+    g.ctxs = ctxs ? ctxs : o.collect_stats ? "500,4096,32768" : groups[0].ctxs;
     fprintf(stderr, "memory ...");
-    bench_memory_begin(&memory, o.listen ? 64 : (size_t)512 << 20);
+    bench_memory_begin(&memory, o.collect_stats ? 64 : (size_t)512 << 20);
     bench_clear_line();
     if (o.csv)
-        printf(o.listen ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
-                        : "heads,kv_heads,dim,queries,threads,isa,precise,format,ctx,bytes,ns,best_ns,gb_s,"
-                          "read_gb_s,share_percent,error,own_error,runs,layers\n");
+        printf(o.collect_stats
+                   ? "format,ctx,layers,runs,quiet_us,listening_us,more_percent\n"
+                   : "heads,kv_heads,dim,queries,threads,isa,precise,format,ctx,bytes,ns,best_ns,gb_s,"
+                     "read_gb_s,share_percent,error,own_error,runs,layers\n");
     if (single) measure_group(&o, &g, &memory);
     else
         for (i = 0; i < sizeof groups / sizeof *groups; i++)

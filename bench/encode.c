@@ -60,7 +60,7 @@ static const tkvi_share *learned(table *t, const tkvi_format *f, tkv_side which,
     return &t->share;
 }
 
-static void encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+static void encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
     int b;
     for (b = 0; b < BLOCKS; b++)
         tkvi_encode_side(s, help, x + b * TKVI_BLOCK * s->dim, (size_t)s->dim, n, dst + (size_t)b * s->bytes);
@@ -78,10 +78,10 @@ static void measure(const char *name, tkv_format format, tkv_side which, const c
     want = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
     got = (uint8_t *)bench_alloc(BLOCKS * s.bytes);
     printf(csv ? "%s,%s,%d" : "%-8s %s %8d", name, which == TKV_K ? "K" : "V", (int)s.bytes);
-    encode(&s, &tkvi_helpers_scalar, x, n, want);
+    encode(&s, &tkvi_simd_ops_scalar, x, n, want);
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)isa);
-        const tkvi_helpers *help;
+        const tkvi_simd_ops *help;
         if (!kernels || (only && strcmp(only, kernels->name) != 0)) continue;
         help = kernels->helpers;
         encode(&s, help, x, n, got);

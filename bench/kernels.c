@@ -42,7 +42,7 @@ static uint8_t *coded(tkvi_side *s, tkv_format f, tkv_side which, int dim, uint6
     tkvi_side_init(s, &tkvi_formats[f], which, dim, 64, TKVI_BLOCK, NULL);
     bytes = (uint8_t *)bench_alloc(s->bytes);
     bench_fill(seed, x, (size_t)(TKVI_BLOCK * dim));
-    tkvi_encode_side(s, &tkvi_helpers_scalar, x, (size_t)dim, TKVI_BLOCK, bytes);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, (size_t)dim, TKVI_BLOCK, bytes);
     free(x);
     return bytes;
 }

@@ -366,16 +366,16 @@ TEST(arena) {
 /* >>text */
 static void sentence(char *buf, size_t size) {
     tkvi_text t = tkvi_text_begin(buf, size);
-    tkvi_say(&t, "head_dim is ");
-    tkvi_say_int(&t, -1203);
-    tkvi_say(&t, "");
-    tkvi_say(&t, ", at most 256");
+    tkvi_append_text(&t, "head_dim is ");
+    tkvi_append_int(&t, -1203);
+    tkvi_append_text(&t, "");
+    tkvi_append_text(&t, ", at most 256");
 }
 
 static const char *number(int64_t n) {
     static char buf[32];
     tkvi_text t = tkvi_text_begin(buf, sizeof buf);
-    tkvi_say_int(&t, n);
+    tkvi_append_int(&t, n);
     return buf;
 }
 

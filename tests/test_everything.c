@@ -45,7 +45,7 @@ typedef struct tale {
 
 static tale told[SEQS][LAYERS];
 static int in_step[SEQS], reserved[SEQS];
-static int vacated[SEQS]; /* blocks were given up: an anchor that is one no more may be missing */
+static int blocks_discarded[SEQS]; /* blocks were given up: an anchor that is one no more may be missing */
 
 /* >>what is under test */
 static tkv_config cfg;
@@ -117,7 +117,7 @@ static void forget(int seq) {
         cut(seq, l, 0);
         told[seq][l].behind = 0;
     }
-    in_step[seq] = reserved[seq] = vacated[seq] = 0;
+    in_step[seq] = reserved[seq] = blocks_discarded[seq] = 0;
 }
 
 static int window_of(int layer) { return cfg.window ? cfg.window : cfg.layers[layer].window; }
@@ -222,7 +222,7 @@ static void look_at(int seq, int layer) {
         if (tkv_tier_of(kv, seq, layer, s->behind, &t) != TKV_ERR_RANGE) break;
         if (s->behind >= s->len - WINDOW) break;
     }
-    vacated[seq] |= may.away[seq];
+    blocks_discarded[seq] |= may.away[seq];
     for (i = 0; i < s->len; i++) {
         tkv_tier t = TKV_HOT;
         const tkv_status st = tkv_tier_of(kv, seq, layer, i, &t);
@@ -239,7 +239,7 @@ static void look_at(int seq, int layer) {
         if (has(s->gone, i))
             CHECK_MSG(state[i] == GONE, "sequence %d, layer %d: token %d went and is there", seq, layer, i);
         if (state[i] == AWAY && !has(s->away, i)) {
-            CHECK_MSG(may.away[seq] || (cfg.n_anchors && vacated[seq]),
+            CHECK_MSG(may.away[seq] || (cfg.n_anchors && blocks_discarded[seq]),
                       "sequence %d, layer %d: token %d is missing now", seq, layer, i);
             mark(s->away, i);
         }

@@ -989,7 +989,7 @@ TEST(bad_arguments_are_refused) {
 
 /* >>sides of mixed widths, with a channel order and a table of levels, through a format of the test's own:
  * its metadata are the zeros, then the scales, 16 halves apart from where KIVI has them */
-static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                      float *zero) {
     int n = s->groups * (s->which == TKV_K ? (int)s->pad : BLOCK);
     help->halves(src + s->code_bytes, n, zero);
@@ -1443,7 +1443,7 @@ static tkvi_side v_side(owned_share *o, int dim, int half_bits, float most) {
 
 static void there_and_back(const tkvi_side *s, int n) { /* `in` to `out` */
     CHECK(s->bytes <= ROOM);
-    tkvi_encode_side(s, &tkvi_helpers_scalar, in, (size_t)s->dim, n, bytes);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
     tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
 }
 

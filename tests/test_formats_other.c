@@ -801,7 +801,7 @@ static double gap_of_block(int unit, int fit, double eta, int first) {
         tkvi_feedback_store(packed, WIDE, unit, factors);
         s.feedback = factors;
     }
-    tkvi_encode_side(&s, &tkvi_helpers_scalar, in, WIDE, SAMPLE - first, bytes);
+    tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, WIDE, SAMPLE - first, bytes);
     tkvi_decode_side(&s, bytes, 0, SAMPLE - first, out, WIDE);
     memcpy(coded, sample_k, sizeof coded);
     for (t = first; t < SAMPLE; t++)
@@ -897,14 +897,14 @@ TEST(squat_as_defined) {
         levels = k % 2 ? 15 : 3;
         tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, NULL);
         fill(&r, k % 3, n, dim);
-        tkvi_encode_side(&s, &tkvi_helpers_scalar, in, (size_t)dim, n, bytes);
+        tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         CHECK_EQ(tkv_encode(&plain, in, 0, n, other, sizeof other), TKV_OK);
         CHECK_EQ(s.bytes, tkv_encoded_size(&plain));
         CHECK_MEM(bytes, other, s.bytes); /* without queries it is KIVI */
         for (i = 0; i < (int)tkvi_feedback_count(dim, o.feedback_unit); i++)
             factors[i] = tkvi_f32_to_f16((float)(0.2 * tkv_rng_gauss(&r)));
         s.feedback = factors;
-        tkvi_encode_side(&s, &tkvi_helpers_scalar, in, (size_t)dim, n, bytes);
+        tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         tkvi_decode_side(&s, bytes, 0, n, out, (size_t)dim);
         memcpy(x, in, (size_t)(n * dim) * sizeof *x);
         for (g = 0; g < n; g += o.group) {
@@ -994,7 +994,7 @@ TEST(subspaces) {
 
 /* >>the same bytes and values on every machine */
 static uint64_t hash_of_block(uint64_t h, const tkvi_side *s, int n) {
-    tkvi_encode_side(s, &tkvi_helpers_scalar, in, (size_t)s->dim, n, bytes);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
     tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
     return hash_of_floats(hash_of(h, bytes, s->bytes), out, n * s->dim);
 }
@@ -1323,8 +1323,8 @@ TEST(squat_learns) {
             }
         }
     }
-    CHECK_EQ(kv->ears[1].tokens, -1);
-    CHECK_EQ(kv->ears[1].used, 512);
+    CHECK_EQ(kv->query_stats[1].tokens, -1);
+    CHECK_EQ(kv->query_stats[1].used, 512);
     CHECK_EQ(tkvi_feedback_count(24, 16), 16 * 8);
 #if defined(__GNUC__) || defined(__clang__)
     for (h = 0; h < 2; h++) {
@@ -1343,7 +1343,7 @@ TEST(squat_learns) {
     CHECK_EQ(t, 0); /* KIVI */
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
-    CHECK_EQ(kv->ears[1].tokens, 0);
+    CHECK_EQ(kv->query_stats[1].tokens, 0);
     for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_metric_of(kv, 1, 1)[i], 0);
     tkv_destroy(kv);
 }
@@ -1366,9 +1366,9 @@ TEST(squat_makes_factors) {
             CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, cases[k].chunk), TKV_OK);
             next_query(s, 8);
             CHECK_EQ(tkv_attend(kv, 0, 0, s->q, 8, s->out), TKV_OK);
-            CHECK_EQ(kv->ears[0].used, cases[k].used[i]);
+            CHECK_EQ(kv->query_stats[0].used, cases[k].used[i]);
         }
-        CHECK_EQ(kv->ears[0].tokens, cases[k].used[5] == 512 ? -1 : cases[k].tokens);
+        CHECK_EQ(kv->query_stats[0].tokens, cases[k].used[5] == 512 ? -1 : cases[k].tokens);
         tkv_destroy(kv);
     }
 }

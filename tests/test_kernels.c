@@ -73,7 +73,7 @@ static int fence_put(fence *f) {
 }
 
 /* >>sides made by hand: any widths, an order, levels (V). Metadata is fp16 scales then fp16 zeros, as KIVI's. */
-static void meta_halves(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void meta_halves(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     int n = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK);
     help->halves(src + s->code_bytes, n, scale);
@@ -81,7 +81,7 @@ static void meta_halves(const tkvi_side *s, const uint8_t *src, const tkvi_helpe
 }
 
 /* The same scales, and zeros in eighths of them (8 signed bits): another format with other numbers. */
-static void meta_bytes(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void meta_bytes(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                        float *zero) {
     int n = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK), i;
     help->halves(src + s->code_bytes, n, scale);
@@ -239,7 +239,7 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
     static float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, j, t, number = 0, slab = 0, k = s->which == TKV_K;
-    s->format->side[s->which].meta(s, src, &tkvi_helpers_scalar, scale, zero);
+    s->format->side[s->which].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     memset(d, 0, sizeof *d);
     for (t = 0; t < TKVI_BLOCK; t++) /* of channels without codes this is all */
         for (j = 0; j < s->pad; j++) {
@@ -454,11 +454,12 @@ static tile_result run_v(tkv_rng *rng, const tile_case *c, const tkvi_kernels *k
 }
 
 /* How many cases have answers so far above the bound that zeros, or half of them, would fail. */
-typedef struct tally {
+typedef struct error_sums {
     int cases, large;
-} tally;
+} error_sums;
 
-static void check_side(const tile_case *c, int first, int last, uint64_t seed, tkv_isa isa, tally *answers) {
+static void check_side(const tile_case *c, int first, int last, uint64_t seed, tkv_isa isa,
+                       error_sums *answers) {
     int side;
     for (side = first; side <= last; side++) {
         const tkvi_kernels *kernels = tkvi_kernels_for(isa);
@@ -479,7 +480,7 @@ static void check_side(const tile_case *c, int first, int last, uint64_t seed, t
     }
 }
 
-static void check_case(const tile_case *c, uint64_t seed, tkv_isa isa, tally *answers) {
+static void check_case(const tile_case *c, uint64_t seed, tkv_isa isa, error_sums *answers) {
     check_side(c, 0, 1, seed, isa, answers);
 }
 
@@ -548,7 +549,7 @@ TEST(to_halves) {
         x[4 * h + 3] = tkvi_from_bits((tkvi_bits(half) + 1) | (uint32_t)(h & 1) << 31);
     }
     for (i = 0; i < count; i++) {
-        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         int wrong = 0;
         help->to_halves(x, 4 * 0x7c01, got);
         for (h = 0; h < 4 * 0x7c01; h++) wrong += tkvi_load16(got + 2 * h) != tkvi_f32_to_f16(x[h]);
@@ -573,7 +574,7 @@ TEST(logarithmic_scales) {
     float want[256], got[256];
     for (k = 0; k < 256; k++) src[k] = (uint8_t)k;
     for (i = 0; i < count; i++) {
-        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         for (top = -TKVI_LOG_TOP; top <= TKVI_LOG_TOP; top++) {
             for (k = 0; k < 256; k++) /* as drawn in core/log_scale.h */
                 want[k] = k == 0 ? 0.0f
@@ -600,7 +601,7 @@ TEST(zeros_of_allocated_keys) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, k, n;
     for (i = 0; i < count; i++) {
-        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         tkv_rng rng = tkv_rng_seed(13);
         for (k = 0; k < rounds(1400); k++) {
             static const int units[3] = {8, 4, 1};
@@ -699,7 +700,7 @@ TEST(exact) {
                     (float *)fence_get(&fo, (size_t)(rows * (side ? s.pad : TKVI_BLOCK)) * sizeof(float), 0);
                 for (c = 0; c < n * dim; c++)
                     x[c] = (float)(tkv_rng_gauss(&rng) + bias * (double)(c % dim % 3));
-                tkvi_encode_side(&s, &tkvi_helpers_scalar, x, (size_t)dim, n, src);
+                tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)dim, n, src);
                 tkvi_decode_side(&s, src, 0, n, y, (size_t)dim);
                 for (r = 0; r < rows; r++)
                     for (c = 0; c < wide; c++)
@@ -768,7 +769,7 @@ static void decode_side_of(tkv_rng *rng, const decode_case *c, tkv_side which, m
     }
 }
 
-static int decodes_alike(const tkvi_helpers *help, const decode_case *c, tkv_side which, uint64_t seed) {
+static int decodes_alike(const tkvi_simd_ops *help, const decode_case *c, tkv_side which, uint64_t seed) {
     static float want[TKVI_BLOCK * (TKV_MAX_HEAD_DIM + 9)];
     tkv_rng rng = tkv_rng_seed(seed);
     tkvi_format rotated;
@@ -818,7 +819,7 @@ TEST(values_of_tokens) {
 TEST(tiles_every_width) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, w, k;
-    tally answers = {0, 0};
+    error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (w = 0; w < 7; w++)
             for (k = 0; k < (tkv_test_quick() ? 4 : 32); k++) {
@@ -837,7 +838,7 @@ TEST(tiles_every_width) {
 TEST(tiles_mixed) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, k;
-    tally answers = {0, 0};
+    error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(240); k++) {
             tkv_rng rng = tkv_rng_seed((uint64_t)(5000 + k));
@@ -854,7 +855,7 @@ TEST(tiles_mixed) {
 TEST(allocated_keys) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, k;
-    tally answers = {0, 0};
+    error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(320); k++) {
             tkv_rng rng = tkv_rng_seed((uint64_t)(9000 + k));
@@ -871,7 +872,7 @@ TEST(rotated_values) {
     static const int half_bits[5] = {2, 3, 4, 6, 8};
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, k;
-    tally answers = {0, 0};
+    error_sums answers = {0, 0};
     for (i = 0; i < count; i++)
         for (k = 0; k < rounds(320); k++) {
             tkv_rng rng = tkv_rng_seed((uint64_t)(13000 + k));
@@ -899,7 +900,7 @@ TEST(codes_of_logarithmic_scales) {
     x[n++] = tkvi_from_bits(1);
     x[n++] = FLT_MAX;
     for (i = 0; i < count; i++) {
-        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         for (k = 0; k < 70; k++) {
             fence fs, fd;
             float *s = (float *)fence_get(&fs, (size_t)k * sizeof(float), 0);
@@ -925,7 +926,7 @@ TEST(packing) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = isa_list(list), i, k, w, j;
     for (i = 0; i < count; i++) {
-        const tkvi_helpers *help = tkvi_kernels_for(list[i])->helpers;
+        const tkvi_simd_ops *help = tkvi_kernels_for(list[i])->helpers;
         for (k = 0; k < rounds(200); k++) {
             static uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], want[8192];
             uint8_t channel[4], tile[TKVI_TILE_CODES], woven[TKVI_TILE_CODES], *got;
@@ -947,8 +948,8 @@ TEST(packing) {
                 for (j = 0; j < 4 * runs.n[widths_up[w]]; j++) {
                     channel[j % 4] = (uint8_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
                     if (j % 4 < 3) continue;
-                    tkvi_weave_scalar(column, channel, tile);
-                    help->weave(column, channel, woven);
+                    tkvi_interleave_scalar(column, channel, tile);
+                    help->interleave(column, channel, woven);
                     CHECK_MEM(woven, tile, sizeof tile);
                     tkvi_pack_tile(want, &at, widths_up[w], tile);
                     help->pack_tile(got, &at, widths_up[w], tile);
@@ -982,7 +983,7 @@ static float hard_value(tkv_rng *rng, int kind, int t, int c) {
 
 /* Encodes n tokens with the scalar steps and with those of an instruction set: the same bytes, no token that
  * is not there read, nothing beyond written. */
-static void check_encoding(tkv_rng *rng, const tkvi_side *s, const tkvi_helpers *help, int kind, int n,
+static void check_encoding(tkv_rng *rng, const tkvi_side *s, const tkvi_simd_ops *help, int kind, int n,
                            int stride, int front) {
     static uint8_t want[1 << 18];
     fence fx, fd;
@@ -992,7 +993,7 @@ static void check_encoding(tkv_rng *rng, const tkvi_side *s, const tkvi_helpers 
     for (t = 0; t < n; t++)
         for (c = 0; c < s->dim; c++) x[t * stride + c] = hard_value(rng, kind, t, c);
     memset(want, 0x5a, sizeof want);
-    tkvi_encode_side(s, &tkvi_helpers_scalar, x, (size_t)stride, n, want);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, (size_t)stride, n, want);
     memset(dst, 0xa5, s->bytes);
     tkvi_encode_side(s, help, x, (size_t)stride, n, dst);
     CHECK_MSG(memcmp(dst, want, s->bytes) == 0, "%s %s, head_dim %d, %d tokens, values %d", s->format->name,
@@ -1212,8 +1213,8 @@ TEST(goals) {
             tkvi_side_init(&vs, vf, TKV_V, GOAL_DIM, 64, TKVI_BLOCK, NULL);
             for (b = 0; b < GOAL_BLOCKS; b++) {
                 size_t at = (size_t)(b * TKVI_BLOCK * GOAL_DIM);
-                tkvi_encode_side(&ks, &tkvi_helpers_scalar, g.k + at, GOAL_DIM, TKVI_BLOCK, g.ks[b]);
-                tkvi_encode_side(&vs, &tkvi_helpers_scalar, g.v + at, GOAL_DIM, TKVI_BLOCK, g.vs[b]);
+                tkvi_encode_side(&ks, &tkvi_simd_ops_scalar, g.k + at, GOAL_DIM, TKVI_BLOCK, g.ks[b]);
+                tkvi_encode_side(&vs, &tkvi_simd_ops_scalar, g.v + at, GOAL_DIM, TKVI_BLOCK, g.vs[b]);
                 tkvi_decode_side(&ks, g.ks[b], 0, TKVI_BLOCK, g.dk + at, GOAL_DIM);
                 tkvi_decode_side(&vs, g.vs[b], 0, TKVI_BLOCK, g.dv + at, GOAL_DIM);
             }

@@ -115,7 +115,7 @@ TEST(rope_against_double) {
                     double ref[256], worst = 0, size = 0;
                     tkv_rng_fill(&rng, x, (size_t)dim, 1);
                     memcpy(y, x, sizeof y);
-                    tkvi_rope_turn(&rope, positions[p], k, y);
+                    tkvi_rope_rotate(&rope, positions[p], k, y);
                     naive_rope(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
                     for (i = 0; i < dim; i++) {
                         double e = fabs((double)y[i] - ref[i]);
@@ -125,7 +125,7 @@ TEST(rope_against_double) {
                     /* the scale is a float, as are given frequencies: no more is known */
                     CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
                               (double)r.base, (long)positions[p], worst, size);
-                    tkvi_rope_turn(&rope, positions[p], !k, y);
+                    tkvi_rope_rotate(&rope, positions[p], !k, y);
                     CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(squares(x, dim)));
                 }
         }
@@ -177,7 +177,7 @@ TEST(rope_golden) {
         tkvi_rope rope;
         tkvi_rope_make(&rope, &r);
         tkv_rng_fill(&rng, x, 128, 1);
-        tkvi_rope_turn(&rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
+        tkvi_rope_rotate(&rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
         h = hash_of_floats(h, x, 128);
     }
     CHECK_MSG(h == 0xcaeaac5066f4fe89u, "%016llx", (unsigned long long)h);

@@ -399,16 +399,17 @@ TEST(nothing_is_collected_afterwards) {
         CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
         ask(kv, 0, 0, 20, NULL);
         for (any = 0, head = 0; head < KV_HEADS; head++)
-            any += kv->asked && (tkvi_asked_of(kv, 0, head)[0] != 0 || *tkvi_far_of(kv, 0, head) != 0);
+            any += kv->asked &&
+                   (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 || *tkvi_far_attention_of(kv, 0, head) != 0);
         CHECK_EQ(any, i < WELL ? KV_HEADS : 0);
         CHECK_EQ(kv->tables.current[0], i < LEARN ? -1 : i >= WELL);
         CHECK_EQ(tkvi_learning_held(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
-                                             (i < WELL ? tkvi_heard_bytes(&kv->tables.cfg) : 0));
+                                             (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
     }
     whole(kv, "two tables");
     CHECK_EQ(tkv_calibration_refresh(kv), TKV_OK);
     ask(kv, 0, 0, 20, NULL);
-    CHECK(tkvi_asked_of(kv, 0, 0)[0] != 0);
+    CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     tkv_destroy(kv);
 }
 
@@ -685,7 +686,7 @@ TEST(tables_in_place) {
     mem = malloc(need);
     if (!mem) exit(2);
     REQUIRE(tkv_init_in_place(&cfg, mem, need, &kv) == TKV_OK);
-    CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_heard_bytes(&kv->tables.cfg));
+    CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
     feed_all(kv, 0, WELL + 690, 10);
     CHECK_EQ(kv->tables.current[0], 1);
     CHECK_EQ(tkv_calibration_save(kv, saved, sizeof saved, &bytes), TKV_OK);
@@ -748,7 +749,7 @@ TEST(heads_that_look_far_get_more) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = make(&cfg);
         far_and_near(kv, 400, swap, 60);
-        CHECK_LE((double)*tkvi_far_of(kv, 0, swap), 2e10); /* of 10^9 a query and head */
+        CHECK_LE((double)*tkvi_far_attention_of(kv, 0, swap), 2e10); /* of 10^9 a query and head */
         tkv_destroy(kv);
     }
     for (swap = 0; swap < 2; swap++) {
@@ -989,7 +990,7 @@ TEST(frozen) {
     CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 0, 100), TKV_OK);
     ask(kv, 0, 1, 10, NULL); /* the layer that reads it teaches it */
-    CHECK(tkvi_asked_of(kv, 0, 0)[0] != 0);
+    CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     CHECK_EQ(tkv_calibration_freeze(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
     CHECK(tkv_last_error(kv)[0] != 0);
     CHECK_EQ(tkv_calibrated_layers(kv), 0);

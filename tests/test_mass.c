@@ -75,11 +75,11 @@ static void ask(tkv_cache *kv, const tkv_attend_params *p) {
 static void gathered(tkv_cache *kv, int layer, float *a) {
     const tkvi_list *list = tkvi_list_of(kv, 0, layer);
     const uint32_t *ids = tkvi_ids(kv, 0, layer);
-    int i, t, newest = tkvi_mass_newest(kv, list, ids);
+    int i, t, newest = tkvi_token_score_newest(kv, list, ids);
     memset(a, 0, MOST * sizeof *a);
     for (i = 0; i < list->n; i++) {
         float x[TKVI_BLOCK];
-        tkvi_mass_now(kv, ids[i], list->len, newest, x);
+        tkvi_decay_to_now(kv, ids[i], list->len, newest, x);
         for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) a[tkvi_at(kv, ids[i], t)] = x[t];
     }
 }
@@ -622,7 +622,7 @@ static void life(const tkv_config *cfg, int queries, uint64_t *said, uint64_t *f
         ask(kv, &p);
         *said = hash_of_floats(*said, out, queries * Q_ROW);
     }
-    if (tkvi_takes_notes(cfg)) {
+    if (tkvi_keeps_token_meta(cfg)) {
         gathered(kv, LAYER, a_now);
         *found = hash_of_floats(*found, a_now, MOST);
     }
@@ -695,9 +695,9 @@ TEST(only_where_it_is_wanted) {
         kv = make(&cfg);
         feed(kv, LAYER, 64);
         ask(kv, &p);
-        CHECK_EQ(kv->pool.notes != NULL, kind != TKV_EVICT_NONE);
-        if (kv->pool.notes) gathered(kv, LAYER, a_now);
-        for (j = 0; j < 64 && kv->pool.notes; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
+        CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
+        if (kv->pool.token_meta) gathered(kv, LAYER, a_now);
+        for (j = 0; j < 64 && kv->pool.token_meta; j++) some |= a_now[j] > 0.0f || a_now[j] < 0.0f;
         CHECK_MSG(some == (wants != 0), "%s gathers %d", tkv_evict_name((tkv_evict_kind)kind), some);
         CHECK_EQ(tkv_importance_of(kv, 0, LAYER, 0, 64, a_now, NULL), wants ? TKV_OK : TKV_ERR_CONFIG);
         tkv_destroy(kv);
@@ -1062,7 +1062,7 @@ TEST(memory) {
     CHECK_LE(info.index, 2 * guess.index);
     cfg.importance_every = 0;
     CHECK_EQ(tkv_estimate(&cfg, 1000, 1, &plain), TKV_OK);
-    CHECK_LE(plain.index + kv->pool.n_blocks * sizeof(tkvi_notes), guess.index);
+    CHECK_LE(plain.index + kv->pool.n_blocks * sizeof(tkvi_token_meta), guess.index);
     whole(kv);
     tkv_destroy(kv);
     CHECK_EQ(money.held, 0);

@@ -620,7 +620,7 @@ TEST(page_waste_is_bounded) {
                     for (l = 0; l < COUNT(lengths); l++) {
                         tkv_config cfg = tkv_config_default();
                         tkv_memory_info m;
-                        tkvi_shape shape;
+                        tkvi_derived_config shape;
                         size_t pages, waste = 0, c;
                         cfg.n_layers = 24;
                         cfg.n_heads = cfg.n_kv_heads = heads[h];
@@ -632,7 +632,7 @@ TEST(page_waste_is_bounded) {
                             CHECK_EQ(sizeof(size_t), 4); /* gigabytes */
                             continue;
                         }
-                        CHECK_EQ(tkvi_shape_of(&cfg, &shape), TKV_OK);
+                        CHECK_EQ(tkvi_derive_config(&cfg, &shape), TKV_OK);
                         pages = (m.total - m.tables - m.index - m.scratch) / shape.page_bytes;
                         for (c = 0; c < (size_t)shape.n_classes; c++) {
                             size_t left = shape.page_bytes -
@@ -924,9 +924,9 @@ TEST(sizes_do_not_wrap) {
 }
 
 /* >>the estimate */
-typedef struct tally {
+typedef struct error_sums {
     int compared, index;
-} tally;
+} error_sums;
 
 static size_t hot_block_bytes(const tkv_cache *kv) { /* the largest of any layer */
     size_t most = 0;
@@ -936,7 +936,7 @@ static size_t hot_block_bytes(const tkv_cache *kv) { /* the largest of any layer
     return most;
 }
 
-static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs, tally *t) {
+static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs, error_sums *t) {
     tkv_memory_info e, m;
     int tier, blocks = cfg->n_layers * seqs;
     CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
@@ -972,7 +972,7 @@ static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, 
 }
 
 TEST(estimate_equals_memory) {
-    tally t;
+    error_sums t;
     int i, n, seq;
     memset(&t, 0, sizeof t);
     for (i = 0; i < COUNT(shapes); i++) {
@@ -1010,7 +1010,7 @@ TEST(estimate_of_layers_that_differ) {
     tkv_layer_config layers[5];
     tkv_config cfg = config(5, 2);
     tkv_cache *kv;
-    tally t;
+    error_sums t;
     int n;
     memset(&t, 0, sizeof t);
     memset(layers, 0, sizeof layers);

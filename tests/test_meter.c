@@ -103,14 +103,14 @@ typedef struct question { /* what changes logits; zeros: nothing */
     const float *alibi, *sinks, *mask; /* mask: [n][len] */
 } question;
 
-static const tkvi_gauge *gauge_of(const tkv_cache *kv, int layer, int head) {
-    return tkvi_gauge_of(kv->meter, layer, head);
+static const tkvi_head_probe *gauge_of(const tkv_cache *kv, int layer, int head) {
+    return tkvi_head_probe_of(kv->meter, layer, head);
 }
 
 /* Is each key coded, and has its block a copy? */
 static char coded[MOST], copied[MOST];
 
-static void look_at(const tkvi_gauge *g, const tkv_cache *kv, int seq, int layer) {
+static void look_at(const tkvi_head_probe *g, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, j, k;
@@ -232,7 +232,7 @@ static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq
         tkv_read(kv, seq, layer, dropped, len - dropped, k_now + dropped * K_ROW, v_now + dropped * V_ROW),
         TKV_OK);
     for (head = 0; head < HEADS; head++) {
-        const tkvi_gauge *g = gauge_of(kv, layer, head / (HEADS / KV_HEADS));
+        const tkvi_head_probe *g = gauge_of(kv, layer, head / (HEADS / KV_HEADS));
         if (g) look_at(g, kv, seq, layer);
         for (i = 0; i < n; i++) {
             int at = len - n + i;
@@ -370,7 +370,7 @@ TEST(copies_lie_evenly) {
         cfg.quality_tokens = slots * 64;
         kv = make(&cfg);
         for (t = 0; t < 1000; t += 8) {
-            const tkvi_gauge *g = &kv->meter->gauge[0];
+            const tkvi_head_probe *g = &kv->meter->head_probe[0];
             tkv_tier_info info;
             int n_coded;
             CHECK_EQ(feed(kv, 0, 8), TKV_OK);
@@ -518,7 +518,7 @@ TEST(attention_keeps_its_bits) {
 /* >>what happens to sequences */
 static int copies(const tkv_cache *kv) {
     int i, n = 0;
-    for (i = 0; i < kv->meter->n; i++) n += kv->meter->gauge[i].n;
+    for (i = 0; i < kv->meter->n; i++) n += kv->meter->head_probe[i].n;
     return n;
 }
 
@@ -637,7 +637,7 @@ TEST(figures_in_windows) { /* blocks leave, sinks too; their copies make room */
     f = run(kv, &plain, tkv_test_quick() ? 700 : 1000);
     compare(kv, &f, 0.03, "window");
     CHECK(f.kept == f.keys);
-    for (i = 0; i < kv->meter->n; i++) CHECK(kv->meter->gauge[i].stride == 1);
+    for (i = 0; i < kv->meter->n; i++) CHECK(kv->meter->head_probe[i].stride == 1);
     tkv_destroy(kv);
 }
 
@@ -715,12 +715,12 @@ TEST(places) {
                 m = kv->meter;
                 CHECK_EQ(m->n, n < layers * kv_heads ? n : layers * kv_heads);
                 for (i = 0; i < m->n; i++) {
-                    const tkvi_gauge *g = &m->gauge[i];
+                    const tkvi_head_probe *g = &m->head_probe[i];
                     CHECK(g->layer >= 0 && g->layer < layers && g->head >= 0 && g->head < kv_heads);
                     CHECK(g->phase >= 0 && g->phase < m->every);
-                    CHECK(tkvi_gauge_of(m, g->layer, g->head) == g);
+                    CHECK(tkvi_head_probe_of(m, g->layer, g->head) == g);
                     for (j = 0; j < i; j++)
-                        same += m->gauge[j].layer == g->layer && m->gauge[j].head == g->head;
+                        same += m->head_probe[j].layer == g->layer && m->head_probe[j].head == g->head;
                     per_layer[g->layer]++;
                 }
                 CHECK_EQ(same, 0);
@@ -808,15 +808,15 @@ TEST(configs_that_are_refused) {
 TEST(damage_is_found) {
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
     tkv_cache *kv;
-    tkvi_gauge *g;
+    tkvi_head_probe *g;
     int t, i;
     NEEDS_METER;
     kv = make(&cfg);
     for (t = 0; t < 400; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
-    g = &kv->meter->gauge[1];
+    g = &kv->meter->head_probe[1];
     REQUIRE(g->n >= 3);
     for (i = 0; i < 7; i++) {
-        tkvi_gauge was = *g;
+        tkvi_head_probe was = *g;
         int start = g->start[1], slot = g->slot[2], seq = kv->meter->seq;
         whole(kv, "before");
         if (i == 0) g->n = kv->meter->slots + 1;

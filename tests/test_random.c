@@ -81,9 +81,9 @@ static tkv_cache *kv;
 static void through_table(int layer, mlist *m, int tier, int start, int n) {
     static uint8_t bytes[64 * 1024];
 #ifdef __FAST_MATH__ /* only there do vectors give other bytes */
-    const tkvi_helpers *helpers = kv->kernels->helpers;
+    const tkvi_simd_ops *helpers = kv->kernels->helpers;
 #else
-    const tkvi_helpers *helpers = &tkvi_helpers_scalar;
+    const tkvi_simd_ops *helpers = &tkvi_simd_ops_scalar;
 #endif
     int h;
     for (h = 0; h < KV_HEADS; h++) {

@@ -132,11 +132,11 @@ static tkv_status append(tkv_cache *kv, int seq, int layer, int n) {
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
-typedef struct tally {
+typedef struct error_sums {
     int runs, appends, refused, wrong, lost;
-} tally;
+} error_sums;
 
-static void go(const run_of *r, uint64_t seed, int appends, tally *sum) {
+static void go(const run_of *r, uint64_t seed, int appends, error_sums *sum) {
     tkv_config cfg = small_config(r);
     tkv_cache *kv = NULL;
     cellar c;
@@ -201,7 +201,7 @@ TEST(refused_is_refused) {
     const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
     const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
     const int appends = text ? atoi(text) : tkv_test_quick() ? 100 : 400;
-    tally sum;
+    error_sums sum;
     run_of r;
     int k, mask, step;
     memset(&sum, 0, sizeof sum);

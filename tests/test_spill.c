@@ -133,7 +133,7 @@ TEST(attention_is_the_same) {
             for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_both(a, b, seq, 1), TKV_OK);
         if (!i) same(a, b, 1, 5);
         sound(b);
-        CHECK_EQ(alive_in(&d), (int)b->pool.n_spilled);
+        CHECK_EQ(alive_in(&d), (int)b->pool.n_offloaded);
         CHECK_EQ(tkv_reset(b, 1), TKV_OK);
         CHECK_EQ(alive_in(&d), 0);
         sound(b);
@@ -309,7 +309,7 @@ TEST(compressed_then_outside) {
         CHECK_LE(spilled_in(kv, 0, l) - spilled_in(kv, 1, l), 2);
         CHECK_LE(spilled_in(kv, 1, l) - spilled_in(kv, 0, l), 2);
         for (i = 1; i <= spilled_in(kv, 0, l); i++)
-            CHECK(tkvi_spilled(&kv->pool.block[tkvi_ids(kv, 0, l)[i]]));
+            CHECK(tkvi_is_offloaded(&kv->pool.block[tkvi_ids(kv, 0, l)[i]]));
         tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
         CHECK_EQ(tkv_attend(kv, 0, l, q_in, 1, out_a), TKV_OK);
         {
@@ -402,7 +402,7 @@ typedef struct logbook {
     size_t bytes;
 } logbook;
 
-static void hears(void *user, const tkv_event *e) {
+static void sampled_lanes(void *user, const tkv_event *e) {
     logbook *b = (logbook *)user;
     if (e->kind != TKV_EVENT_SPILL) return;
     b->spills++;
@@ -428,7 +428,7 @@ TEST(it_is_told) { /* an event for each block, and figures */
     int n, all;
     memset(&b, 0, sizeof b);
     for (n = 0; n < LAYERS; n++) b.next[n] = 4; /* behind the sinks */
-    cfg.on_event = hears;
+    cfg.on_event = sampled_lanes;
     cfg.event_user = &b;
     depot_for(&d, &cfg);
     kv = make(&cfg);

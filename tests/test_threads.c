@@ -694,7 +694,7 @@ TEST(scores_from_many_threads) {
 }
 
 /* >>the pressure of the process, told by other threads while the cache is written to */
-static void *teller(void *user) {
+static void *sampled_row(void *user) {
     int i;
     for (i = 0; i < 3000; i++)
         if (tkv_observe((tkv_cache *)user, (float)(i % 100) / 100.0f) != TKV_OK) fail_hard("observe");
@@ -715,7 +715,7 @@ TEST(pressure_from_many_threads) {
     cfg.budget_bytes = 1000 * 1000;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     for (i = 0; i < SCORE_THREADS; i++)
-        if (pthread_create(&thread[i], NULL, teller, kv)) fail_hard("no thread");
+        if (pthread_create(&thread[i], NULL, sampled_row, kv)) fail_hard("no thread");
     for (i = 0; i < 1500; i++) bad += tkv_append(kv, 0, 0, k, v, 1) != TKV_OK;
     for (i = 0; i < SCORE_THREADS; i++) CHECK_EQ(pthread_join(thread[i], NULL), 0);
     CHECK_EQ(bad, 0);

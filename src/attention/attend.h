@@ -34,18 +34,18 @@ typedef struct tkvi_call {
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_many *many; /* NULL: tiles of TKVI_ROWS rows */
-    int tile;              /* rows of a unit */
-    int tell;              /* of them, so many are gathered together */
+    const tkvi_prefill *many; /* NULL: tiles of TKVI_ROWS rows */
+    int tile;                 /* rows of a unit */
+    int tell;                 /* of them, so many are gathered together */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
-    int listen; /* statistics of this layer are wanted (learn/statistics.h) */
-    int metric; /* its queries are (learn/squat_queries.h) */
-    int meter;  /* the quality meter watches a head of it (cache/meter.h) */
-    tkvi_room *
+    int collect_stats; /* statistics of this layer are wanted (learn/statistics.h) */
+    int metric;        /* its queries are (learn/squat_queries.h) */
+    int meter;         /* the quality meter watches a head of it (cache/meter.h) */
+    tkvi_fetch_buffer *
         room; /* for what comes from outside (reclaim/offload.h), each task its own; NULL where nothing does */
-    int *failed;           /* of all tasks: bits of tkvi_failure */
-    const tkvi_mass *mass; /* what is gathered of what queries look at; NULL: nothing */
+    int *failed;                   /* of all tasks: bits of tkvi_failure */
+    const tkvi_token_scores *mass; /* what is gathered of what queries look at; NULL: nothing */
 } tkvi_call;
 
 /* What went wrong with blocks that are outside: tasks go on without them, and the call fails. */
@@ -85,11 +85,12 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored < 0 || p->window < TKV_NONE) return TKV_ERR_ARG;
-    c->listen = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
-    c->metric = kv->tables.plan[c->plan->stored].squat && kv->ears[c->plan->stored].tokens >= 0;
-    for (i = 0; kv->meter && i < kv->meter->n; i++) c->meter |= kv->meter->gauge[i].layer == c->plan->stored;
+    c->collect_stats = kv->tables.plan[c->plan->stored].allocates && kv->seen[c->plan->stored] >= 0;
+    c->metric = kv->tables.plan[c->plan->stored].squat && kv->query_stats[c->plan->stored].tokens >= 0;
+    for (i = 0; kv->meter && i < kv->meter->n; i++)
+        c->meter |= kv->meter->head_probe[i].layer == c->plan->stored;
 #if defined(__GNUC__) || defined(__clang__) /* without atomics nobody may write here */
-    if (kv->pool.notes && kv->mass.mode) c->mass = &kv->mass;
+    if (kv->pool.token_meta && kv->mass.mode) c->mass = &kv->mass;
 #endif
     c->heads_per_kv = cfg->n_heads / cfg->n_kv_heads;
     c->tell = TKVI_ROWS;
@@ -108,7 +109,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         /* what the first query sees must not be gone: a window wider than the layer's, or a query too old */
         oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
         if (list->dropped && c->rows[i].n && oldest < list->dropped) return TKV_ERR_RANGE;
-        if (kv->pool.n_absent && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
+        if (kv->pool.n_discarded && c->rows[i].n && tkvi_misses(kv, c->rows[i].seq, c->plan->stored, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->n_heads;
         longest = tkvi_max(longest, len);
@@ -133,7 +134,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
 }
 
 /* >>unit: a tile of query rows of one KV head of one sequence */
-typedef struct tkvi_unit {
+typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
@@ -146,19 +147,19 @@ typedef struct tkvi_unit {
     int low, high;         /* positions that any row sees: low .. high-1 */
     int all_low, all_high; /* those that all rows see */
     int changes;           /* scores are more than products: softcap, ALiBi, masks */
-} tkvi_unit;
+} tkvi_work_tile;
 
 /* Row r of a unit. */
-static int tkvi_query_of(const tkvi_unit *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
+static int tkvi_query_of(const tkvi_work_tile *u, int r) { return (u->first + r) / u->call->heads_per_kv; }
 
-static int tkvi_head_of(const tkvi_unit *u, int r) {
+static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
 /* Position of query i, and the keys it sees by causality and window: low .. high-1. */
-static int tkvi_position(const tkvi_unit *u, int query) { return u->list->len - u->n_queries + query; }
+static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
 
-static void tkvi_visible(const tkvi_unit *u, int query, int *low, int *high) {
+static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
     int at = tkvi_position(u, query), window = u->call->window;
     *high = u->call->p->non_causal ? u->list->len : at + 1;
     *low = window && at + 1 > window ? at + 1 - window : 0;
@@ -168,7 +169,8 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
     return (n_queries * c->heads_per_kv + c->tile - 1) / c->tile;
 }
 
-static void tkvi_unit_init(tkvi_unit *u, const tkvi_call *c, int item, int seq_row, int head, int tile) {
+static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
+                                int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
     int seq = c->rows[item].seq, r;
     u->call = c;
@@ -215,7 +217,7 @@ typedef struct tkvi_sums {
     float *o;             /* [2][TKVI_ROWS][v_pad]: plain values, and those of rotated formats */
 } tkvi_sums;
 
-static int tkvi_spaces(const tkvi_unit *u) { return 1 + u->call->kv->tables.any_rotated; }
+static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     tkvi_sums s;
@@ -227,22 +229,22 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     return s;
 }
 
-static const tkvi_record *tkvi_record_of(const tkvi_unit *u, int i, const uint8_t **bytes) {
+static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = &pool->block[u->ids[i]];
     const tkvi_record *r = &u->call->kv->tables.coding[b->coding].record[u->head];
-    *bytes = tkvi_spilled(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
+    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at; /* outside: tkvi_bytes_of */
     return r;
 }
 
 /* A side of a record that is outside. While it is looked for, the store may look for the next one. */
-static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, tkv_side side) {
+static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
     const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
-    if (side == TKV_K && i + 1 < u->list->n && tkvi_spilled(&kv->pool.block[u->ids[i + 1]]) &&
-        !tkvi_absent(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
+        !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_fetch_ahead(kv, u->ids[i + 1], u->head);
     st = tkvi_fetch(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -251,7 +253,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_unit *u, int i, t
 }
 
 /* A side of a record, wherever it is: valid until the next one is asked for. NULL: that failed, and so has the call. */
-static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
+static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
     if (!bytes) return tkvi_fetch_side(u, i, side);
@@ -260,7 +262,7 @@ static const uint8_t *tkvi_bytes_of(const tkvi_unit *u, int i, tkv_side side) {
 
 /* What the keys have in common, channel by channel: the middle one of three exact keys where they lie close
  * together, else 0. A bias of 600 on all keys is found, one huge key is not mistaken for it. */
-static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
+static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
@@ -270,7 +272,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_absent(&u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->helpers, bytes,
@@ -286,7 +288,7 @@ static void tkvi_reference_key(const tkvi_unit *u, float *ref) {
 }
 
 /* Queries and reference in the order in which a side has its channels: the same for all its blocks, mostly. */
-static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t *order) {
+static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
     int r, i;
     if (q->order == order) return;
     q->order = order;
@@ -300,7 +302,7 @@ static void tkvi_sort_queries(const tkvi_unit *u, tkvi_queries *q, const uint8_t
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
 /* Row r of a unit, scaled, padded; returns its origin. */
-static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float *row) {
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.head_dim, i, k;
@@ -326,7 +328,7 @@ static float tkvi_load_query(const tkvi_unit *u, int r, const float *ref, float 
     return (float)origin;
 }
 
-static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
+static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     int r;
     q->order = NULL;
     tkvi_reference_key(u, q->ref);
@@ -335,16 +337,16 @@ static void tkvi_load_queries(const tkvi_unit *u, tkvi_queries *q) {
 
 /* >>scores of one block, with everything that changes or hides them */
 /* Positions of the tokens of block i; slots without one are in the future for ever. */
-static void tkvi_places(const tkvi_unit *u, int i, int *at) {
+static void tkvi_places(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-    const uint64_t there = tkvi_there(&kv->pool.block[u->ids[i]], n);
+    const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) at[t] = there >> t & 1 ? tkvi_at(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
 /* Does block i have tokens that some rows do not see, or places without one? */
-static int tkvi_is_ragged(const tkvi_unit *u, int i, int start, int end) {
+static int tkvi_is_ragged(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].gone ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
@@ -358,7 +360,7 @@ static float tkvi_mask_bias(float m) {
 }
 
 /* The score of the key at position j, which row r sees, after softcap, ALiBi and masks. */
-static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float s) {
+static float tkvi_changed(const tkvi_work_tile *u, int r, float origin, int j, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->mask_bits_n;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
@@ -373,7 +375,7 @@ static float tkvi_changed(const tkvi_unit *u, int r, float origin, int j, float 
     return s;
 }
 
-static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, float *s) {
+static void tkvi_modify(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
     int low, high, t;
     tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
@@ -383,7 +385,7 @@ static void tkvi_modify(const tkvi_unit *u, int r, float origin, const int *at, 
 }
 
 /* Where the record of the block after i begins, for prefetching; NULL after the last. */
-static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
+static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     const uint8_t *bytes = NULL;
     if (i + 1 < u->list->n) (void)tkvi_record_of(u, i + 1, &bytes);
     return bytes;
@@ -391,13 +393,13 @@ static const uint8_t *tkvi_next_record(const tkvi_unit *u, int i) {
 
 /* Where what rows may see of block i ends. Of one that nobody has they see nothing, or tkvi_call_init would have
  * refused: its tokens were evicted, are anchors, or lie behind the window. */
-static int tkvi_seen_to(const tkvi_unit *u, int i) {
+static int tkvi_seen_to(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_absent(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
 }
 
 /* Scores of block i for all rows of the unit; 0 if no row sees any of it. */
-static int tkvi_block_scores(const tkvi_unit *u, tkvi_queries *q, int i, float *scores) {
+static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
     int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i), r;
     const uint8_t *bytes;
@@ -427,18 +429,18 @@ static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: v
 }
 
 /* Does row r's query count for the statistics? One in eight does. */
-static int tkvi_listens(const tkvi_unit *u, int r) {
-    return u->call->listen && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
+static int tkvi_is_sampled(const tkvi_work_tile *u, int r) {
+    return u->call->collect_stats && tkvi_position(u, tkvi_query_of(u, r)) % 8 == 7;
 }
 
 /* What block i adds to far_attention of the rows that listen: sums of p^2, where it is no sink and far enough
  * back. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p, float *far_attention) {
+static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
     int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
         float sum[16] = {0};
-        if (!tkvi_listens(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        if (!tkvi_is_sampled(u, r) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
@@ -446,13 +448,14 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_unit *u, int i, const float *p
 }
 
 /* Most parts add to one half of o only. */
-static void tkvi_begin_space(const tkvi_unit *u, const tkvi_sums *sums, int space) {
+static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
     memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
-static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chunk, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
+                                            const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
@@ -467,7 +470,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
         float before[TKVI_ROWS], sum[TKVI_ROWS];
         if (!tkvi_block_scores(u, q, i, scores)) continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
-        if (!kv->kernels->weigh(scores, u->rows, sums->m, sum, p)) continue;
+        if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
             if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
                 float shrink = expf(before[r] - sums->m[r]);
@@ -479,7 +482,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
             }
             sums->l[r] += sum[r];
         }
-        if (u->call->listen) tkvi_add_far(u, i, p, sums->far_attention);
+        if (u->call->collect_stats) tkvi_add_far(u, i, p, sums->far_attention);
         rec = tkvi_record_of(u, i, &bytes);
         bytes = tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
@@ -493,7 +496,7 @@ static TKVI_NOINLINE void tkvi_part(const tkvi_unit *u, tkvi_queries *q, int chu
 }
 
 /* Row r of the sums grows by that of another set of keys. */
-static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
+static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
     float a, b;
     int i, k, space, first = !(to->l[r] > 0.0f);
     if (!(from->l[r] > 0.0f)) return;
@@ -517,7 +520,7 @@ static void tkvi_merge_row(const tkvi_unit *u, int r, const tkvi_sums *to, const
     }
 }
 
-static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, const tkvi_sums *from) {
+static TKVI_NOINLINE void tkvi_merge(const tkvi_work_tile *u, const tkvi_sums *to, const tkvi_sums *from) {
     int r, space;
     for (space = 0; space < 2; space++)
         if (from->any[space] > 0.0f) tkvi_begin_space(u, to, space);
@@ -525,7 +528,7 @@ static TKVI_NOINLINE void tkvi_merge(const tkvi_unit *u, const tkvi_sums *to, co
 }
 
 /* Rows whose query or logits are not finite see no key: they have no sum. */
-static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const tkvi_sums *s) {
+static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s) {
     int r;
     for (r = 0; r < u->rows; r++)
         if (!tkvi_is_finite(origins[r]) || !tkvi_is_finite(s->m[r]) || !tkvi_is_finite(s->l[r])) {
@@ -536,13 +539,15 @@ static void tkvi_empty_nonfinite(const tkvi_unit *u, const float *origins, const
 
 /* What attention over these rows says of the layer, in whole numbers: their order is of no importance. */
 #if defined(__GNUC__) || defined(__clang__)
-static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+static TKVI_NOINLINE void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q,
+                                             const tkvi_sums *s) {
     tkv_cache *kv = u->call->kv;
     int dim = kv->tables.cfg.head_dim, layer = u->call->plan->stored, r, c;
-    int64_t *asked = tkvi_asked_of(kv, layer, u->head), *far_attention = tkvi_far_of(kv, layer, u->head);
+    int64_t *asked = tkvi_q_sq_sum_of(kv, layer, u->head),
+            *far_attention = tkvi_far_attention_of(kv, layer, u->head);
     tkvi_lock(&kv->learning);
     for (r = 0; r < u->rows; r++) {
-        if (!tkvi_listens(u, r)) continue;
+        if (!tkvi_is_sampled(u, r)) continue;
         for (c = 0; c < dim; c++) {
             float x = q->q[r * u->k_pad + c]; /* of queries, NaN are not refused; squares stay finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
@@ -554,7 +559,7 @@ static TKVI_NOINLINE void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q,
     tkvi_unlock(&kv->learning);
 }
 
-static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+static TKVI_NOINLINE void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     tkv_cache *kv = u->call->kv;
     int layer = u->call->plan->stored, r;
     tkvi_lock(&kv->learning);
@@ -564,12 +569,12 @@ static TKVI_NOINLINE void tkvi_listen_queries(const tkvi_unit *u, const tkvi_que
     tkvi_unlock(&kv->learning);
 }
 #else /* without atomics nobody may write here: tables come from the keys alone */
-static void tkvi_listen_queries(const tkvi_unit *u, const tkvi_queries *q) {
+static void tkvi_collect_query_stats(const tkvi_work_tile *u, const tkvi_queries *q) {
     (void)u;
     (void)q;
 }
 
-static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_sums *s) {
+static void tkvi_collect_stats(const tkvi_work_tile *u, const tkvi_queries *q, const tkvi_sums *s) {
     (void)u;
     (void)q;
     (void)s;
@@ -577,16 +582,17 @@ static void tkvi_listen(const tkvi_unit *u, const tkvi_queries *q, const tkvi_su
 #endif
 
 /* >>quality: the same attention once more, with exact copies in place of coded blocks (cache/meter.h) */
-typedef struct tkvi_contrast { /* of a row */
+typedef struct tkvi_comparison { /* of a row */
     int sampled;
     uint64_t keys, kept; /* coded keys in its reach; those with a copy */
     double l, shift;   /* sums over keys, relative to the maximum so far: p; p times (exact - cached score) */
     float m, cached_m; /* that maximum; the largest cached score */
     float choice;      /* the exact score of the key that has the largest cached one */
-} tkvi_contrast;
+} tkvi_comparison;
 
 /* Which rows are sampled, and what of their keys was coded and has a copy. Returns how many keys have one. */
-static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkvi_contrast *rows) {
+static uint64_t tkvi_comparison_begin(const tkvi_work_tile *u, const tkvi_head_probe *g,
+                                      tkvi_comparison *rows) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_meter *m = kv->meter;
     const tkvi_plan *plan = &kv->tables.plan[u->call->plan->stored];
@@ -600,7 +606,7 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
     for (i = u->list->sinks; i < u->list->n; i++) {
         int start = tkvi_block_start(kv, u->ids, i), end = tkvi_block_end(kv, u->list, u->ids, i), copied;
         if (kv->tables.coding[kv->pool.block[u->ids[i]].coding].key == plan->now.key[TKV_HOT]) continue;
-        copied = tkvi_gauge_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
+        copied = tkvi_head_probe_copy(m, g, start, &from) != NULL && !kv->pool.block[u->ids[i]].packed;
         for (r = 0; r < u->rows; r++) {
             int low, high, n;
             if (!rows[r].sampled) continue;
@@ -616,8 +622,8 @@ static uint64_t tkvi_contrast_begin(const tkvi_unit *u, const tkvi_gauge *g, tkv
 }
 
 /* One block's scores, s with its copy and c without, join a row; w gets the weights. 0 if none is seen. */
-static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, const float *s, const float *c,
-                             float *w, float *o) {
+static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparison *row, const float *s,
+                               const float *c, float *w, float *o) {
     const tkvi_kernels *kernels = u->call->kv->kernels;
     float most = kernels->max64(s), cached_most = kernels->max64(c);
     double shift = 0.0;
@@ -645,8 +651,8 @@ static int tkvi_contrast_add(const tkvi_unit *u, int r, tkvi_contrast *row, cons
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries *q, const tkvi_gauge *g,
-                                               tkvi_contrast *rows, float *o) {
+static TKVI_NOINLINE void tkvi_comparison_blocks(const tkvi_work_tile *u, tkvi_queries *q,
+                                                 const tkvi_head_probe *g, tkvi_comparison *rows, float *o) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_record *exact =
         &kv->tables.coding[kv->tables.plan[u->call->plan->stored].now.coding[TKV_HOT]].record[u->head];
@@ -657,7 +663,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
     for (i = 0; i < u->list->n; i++) {
         const int start = tkvi_block_start(kv, u->ids, i), n = tkvi_block_tokens(kv, u->list, u->ids, i);
         int any = 0, at[TKVI_BLOCK];
-        const uint8_t *bytes, *copy = tkvi_gauge_copy(kv->meter, g, start, &from);
+        const uint8_t *bytes, *copy = tkvi_head_probe_copy(kv->meter, g, start, &from);
         const tkvi_record *rec;
         if (kv->pool.block[u->ids[i]].packed) copy = NULL; /* of other tokens */
         rec = copy ? exact : tkvi_record_of(u, i, &bytes);
@@ -673,8 +679,8 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
         memset(p, 0, sizeof p);
         for (r = 0; r < u->rows; r++)
             if (rows[r].sampled)
-                any |= tkvi_contrast_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
-                                         p + r * TKVI_BLOCK, o);
+                any |= tkvi_comparison_add(u, r, &rows[r], scores + r * TKVI_BLOCK, cached + r * TKVI_BLOCK,
+                                           p + r * TKVI_BLOCK, o);
         bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
         if (any && bytes)
             kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p, u->rows, n,
@@ -684,7 +690,7 @@ static TKVI_NOINLINE void tkvi_contrast_blocks(const tkvi_unit *u, tkvi_queries 
 }
 
 /* Output of a row, rotated values turned back, before learned sinks and the division. */
-static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotated, float *row) {
+static void tkvi_whole_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
     int dim = u->call->kv->tables.cfg.v_head_dim, i;
     memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
     if (rotated) {
@@ -695,8 +701,9 @@ static void tkvi_whole_row(const tkvi_unit *u, int r, const float *o, int rotate
 }
 
 /* What the row's comparison says. s: the cache's own sums, o: those with the copies. */
-static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, const tkvi_contrast *row,
-                              const tkvi_sums *s, const float *o, tkvi_tally *tally) {
+static void tkvi_comparison_end(const tkvi_work_tile *u, const tkvi_queries *q, int r,
+                                const tkvi_comparison *row, const tkvi_sums *s, const float *o,
+                                tkvi_error_sums *error_sums) {
     const tkv_attend_params *p = u->call->p;
     float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     double lse = (double)row->m + log(row->l), cached = (double)s->m[r] + log((double)s->l[r]);
@@ -718,41 +725,41 @@ static void tkvi_contrast_end(const tkvi_unit *u, const tkvi_queries *q, int r, 
         size += (double)x[i] * a * ((double)x[i] * a);
     }
     divergence = tkvi_meter_fixed(row->shift * a - lse + cached);
-    tally->agreed += row->choice >= row->m;
-    tally->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
-    tally->divergence += divergence;
-    if (divergence > tally->worst) tally->worst = divergence;
+    error_sums->agreed += row->choice >= row->m;
+    error_sums->error += tkvi_meter_fixed(d > 0.0 ? (size > 0.0 ? d / size : (double)TKVI_METER_MOST) : 0.0);
+    error_sums->divergence += divergence;
+    if (divergence > error_sums->worst) error_sums->worst = divergence;
 }
 
 /* Adds the sampled rows of a unit to its gauge. `s` stays as it is; `work` is overwritten. */
-static TKVI_NOINLINE void tkvi_measure(const tkvi_unit *u, tkvi_queries *q, const tkvi_sums *s,
+static TKVI_NOINLINE void tkvi_measure(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_sums *s,
                                        const tkvi_sums *work) {
     tkvi_meter *m = u->call->kv->meter;
-    tkvi_gauge *g = tkvi_gauge_of(m, u->call->plan->stored, u->head);
-    tkvi_contrast rows[TKVI_ROWS];
-    tkvi_tally tally;
+    tkvi_head_probe *g = tkvi_head_probe_of(m, u->call->plan->stored, u->head);
+    tkvi_comparison rows[TKVI_ROWS];
+    tkvi_error_sums error_sums;
     uint64_t kept;
     int r;
     if (!g || u->call->rows[u->item].seq != m->seq) return;
-    memset(&tally, 0, sizeof tally);
-    kept = tkvi_contrast_begin(u, g, rows);
-    if (kept) tkvi_contrast_blocks(u, q, g, rows, work->o);
+    memset(&error_sums, 0, sizeof error_sums);
+    kept = tkvi_comparison_begin(u, g, rows);
+    if (kept) tkvi_comparison_blocks(u, q, g, rows, work->o);
     for (r = 0; r < u->rows; r++) {
         if (!rows[r].sampled || !(s->l[r] > 0.0f)) continue; /* it sees no key */
-        tally.samples++;
-        tally.keys += rows[r].keys;
-        tally.kept += rows[r].kept;
-        if (rows[r].kept && rows[r].l > 0.0) tkvi_contrast_end(u, q, r, &rows[r], s, work->o, &tally);
-        else tally.agreed++; /* nothing that could differ */
+        error_sums.samples++;
+        error_sums.keys += rows[r].keys;
+        error_sums.kept += rows[r].kept;
+        if (rows[r].kept && rows[r].l > 0.0) tkvi_comparison_end(u, q, r, &rows[r], s, work->o, &error_sums);
+        else error_sums.agreed++; /* nothing that could differ */
     }
-    if (!tally.samples) return;
+    if (!error_sums.samples) return;
     tkvi_lock(&m->lock);
-    tkvi_tally_add(&g->sum, &tally);
+    tkvi_error_sums_add(&g->sum, &error_sums);
     tkvi_unlock(&m->lock);
 }
 
 /* The unit's rows go out; learned sinks join the sum. rotated: the second half of o is to be turned back first. */
-static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, const tkvi_sums *s,
+static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
     int dim = c->kv->tables.cfg.v_head_dim, r, i, k;
@@ -797,8 +804,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_unit *u, const float *origins, 
 
 /* >>gathering: what sampled rows looked at, by a second pass over the keys when sums are known (reclaim/scores.h) */
 /* The first row from r on that tells, u->rows if none does. Turns of layers and heads spread the work over tokens. */
-static int tkvi_next_teller(const tkvi_unit *u, int r) {
-    const tkvi_mass *m = u->call->mass;
+static int tkvi_next_sampled(const tkvi_work_tile *u, int r) {
+    const tkvi_token_scores *m = u->call->mass;
     const int64_t unit = (int64_t)u->call->p->layer * u->call->kv->tables.cfg.n_kv_heads + u->head;
     if (!m) return u->rows;
     for (; r < u->rows; r++) {
@@ -809,7 +816,7 @@ static int tkvi_next_teller(const tkvi_unit *u, int r) {
 }
 
 /* How many keys a query can see. */
-static int tkvi_keys_seen(const tkvi_unit *u, int query) {
+static int tkvi_keys_seen(const tkvi_work_tile *u, int query) {
     const tkv_cache *kv = u->call->kv;
     int low, high, i, t, n = 0;
     tkvi_visible(u, query, &low, &high);
@@ -822,14 +829,14 @@ static int tkvi_keys_seen(const tkvi_unit *u, int query) {
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_at(kv, u->ids[i], t);
-            n += at >= low && at < high && (tkvi_there(b, slots) >> t & 1);
+            n += at >= low && at < high && (tkvi_live_mask(b, slots) >> t & 1);
         }
     }
     return n;
 }
 
 /* The weights of row r; none where its sum is no number or it sees no key. Returns whether there are any. */
-static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, int r, float *p) {
+static int tkvi_weights_of(const tkvi_work_tile *u, const float *scores, float lse, int r, float *p) {
     if (tkvi_is_finite(lse) && !TKVI_IS_HIDDEN(lse)) {
         (void)u->call->kv->kernels->exp64(scores + r * TKVI_BLOCK, lse, p);
         return 1;
@@ -839,9 +846,10 @@ static int tkvi_weights_of(const tkvi_unit *u, const float *scores, float lse, i
 }
 
 /* All rows of this unit tell of blocks first .. last-1. lse: of each row, as scores are. */
-static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, int last, tkvi_queries *q) {
+static void tkvi_score_blocks(const tkvi_work_tile *u, const float *lse, int first, int last,
+                              tkvi_queries *q) {
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK], more[TKVI_BLOCK];
-    const tkvi_mass *m = u->call->mass;
+    const tkvi_token_scores *m = u->call->mass;
     tkv_cache *kv = u->call->kv;
     float low[TKVI_ROWS];
     int i, r, t, end, any;
@@ -866,22 +874,22 @@ static void tkvi_tell_blocks(const tkvi_unit *u, const float *lse, int first, in
         }
         for (t = 0; t < TKVI_BLOCK && gone; t++)
             if (gone >> t & 1) said[t] = 0.0f;
-        tkvi_mass_add(kv, u->ids[i], u->list->len, said, m->one);
+        tkvi_token_score_add(kv, u->ids[i], u->list->len, said, m->one);
     }
 }
 
 /* The rows of a unit that tell do. s: finished sums; q: overwritten. */
-static TKVI_NOINLINE void tkvi_gather_mass(const tkvi_unit *u, const tkvi_sums *s, int first, int last,
-                                           tkvi_queries *q) {
+static TKVI_NOINLINE void tkvi_gather_scores(const tkvi_work_tile *u, const tkvi_sums *s, int first, int last,
+                                             tkvi_queries *q) {
     int r, end;
-    for (r = tkvi_next_teller(u, 0); r < u->rows; r = tkvi_next_teller(u, end)) {
-        tkvi_unit tellers = *u;
+    for (r = tkvi_next_sampled(u, 0); r < u->rows; r = tkvi_next_sampled(u, end)) {
+        tkvi_work_tile sampled_tile = *u;
         float lse[TKVI_ROWS];
-        for (end = r; end < u->rows && tkvi_next_teller(u, end) == end; end++)
+        for (end = r; end < u->rows && tkvi_next_sampled(u, end) == end; end++)
             lse[end - r] = s->l[end] > 0.0f ? s->m[end] + logf(s->l[end]) : TKVI_HIDDEN;
-        tellers.first += r;
-        tellers.rows = end - r;
-        tkvi_tell_blocks(&tellers, lse, first, last, q);
+        sampled_tile.first += r;
+        sampled_tile.rows = end - r;
+        tkvi_score_blocks(&sampled_tile, lse, first, last, q);
     }
 }
 
@@ -893,18 +901,18 @@ typedef struct tkvi_work {
     tkv_task task;
 } tkvi_work;
 
-static int tkvi_count_units(const tkvi_call *c) {
+static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
     for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.n_kv_heads;
     return n;
 }
 
-static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
+static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
     int i, row = 0, heads = c->kv->tables.cfg.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* tile after tile of a head, whose records then stay in a cache */
-            tkvi_unit_init(u, c, i, row, number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
             return;
         }
         number -= tiles * heads;
@@ -912,59 +920,59 @@ static void tkvi_find_unit(const tkvi_call *c, int number, tkvi_unit *u) {
     }
 }
 
-static tkvi_sums tkvi_part_at(const tkvi_work *w, const tkvi_unit *u, int unit, int chunk) {
+static tkvi_sums tkvi_split_at(const tkvi_work *w, const tkvi_work_tile *u, int unit, int chunk) {
     return tkvi_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * (size_t)TKVI_SUMS_FLOATS(u->v_pad),
                         u->v_pad);
 }
 
-static void tkvi_run_part(void *ctx, int index) {
+static void tkvi_run_split(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     int chunk = index % w->n_chunks;
     tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, index / w->n_chunks, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, index / w->n_chunks, &u);
     if (chunk >= u.n_chunks) return;
     tkvi_load_queries(&u, &q);
-    sums = tkvi_part_at(w, &u, index / w->n_chunks, chunk);
-    tkvi_part(&u, &q, chunk, &sums);
+    sums = tkvi_split_at(w, &u, index / w->n_chunks, chunk);
+    tkvi_attend_split(&u, &q, chunk, &sums);
 }
 
-/* All parts of a unit, merged in order: those that tkvi_run_part left, or made here one by one. */
-static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_unit *u, tkvi_queries *q,
+/* All parts of a unit, merged in order: those that tkvi_run_split left, or made here one by one. */
+static void tkvi_add_up(const tkvi_work *w, int index, const tkvi_work_tile *u, tkvi_queries *q,
                         const tkvi_sums *sums, const tkvi_sums *here) {
     int chunk;
-    tkvi_part(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
+    tkvi_attend_split(u, q, w->parts ? u->n_chunks : 0, sums); /* behind the last: nothing but empty sums */
     for (chunk = w->parts ? 0 : 1; chunk < u->n_chunks; chunk++) {
         tkvi_sums part = *here;
-        if (w->parts) part = tkvi_part_at(w, u, index, chunk);
-        else tkvi_part(u, q, chunk, &part);
+        if (w->parts) part = tkvi_split_at(w, u, index, chunk);
+        else tkvi_attend_split(u, q, chunk, &part);
         tkvi_merge(u, sums, &part);
     }
     tkvi_begin_space(u, sums, 0);
 }
 
-static void tkvi_run_unit(void *ctx, int index) {
+static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, index, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, index, &u);
     tkvi_load_queries(&u, &q);
     sums = tkvi_sums_in(all, u.v_pad);
     part = tkvi_sums_in(here, u.v_pad);
     tkvi_add_up(w, index, &u, &q, &sums, &part);
     if (tkvi_failed(w->call)) return;
     tkvi_empty_nonfinite(&u, q.origin, &sums);
-    if (w->call->listen) tkvi_listen(&u, &q, &sums);
-    if (w->call->metric) tkvi_listen_queries(&u, &q);
+    if (w->call->collect_stats) tkvi_collect_stats(&u, &q, &sums);
+    if (w->call->metric) tkvi_collect_query_stats(&u, &q);
     if (w->call->meter) tkvi_measure(&u, &q, &sums, &part);
     tkvi_finish(&u, q.origin, &sums, sums.any[1] > 0.0f);
     if (!w->parts) {
-        tkvi_gather_mass(&u, &sums, 0, u.list->n, &q);
-    } else if (tkvi_next_teller(&u, 0) < u.rows) { /* for tkvi_run_gather */
-        part = tkvi_part_at(w, &u, index, 0);
+        tkvi_gather_scores(&u, &sums, 0, u.list->n, &q);
+    } else if (tkvi_next_sampled(&u, 0) < u.rows) { /* for tkvi_run_gather */
+        part = tkvi_split_at(w, &u, index, 0);
         memcpy(part.m, sums.m, (size_t)u.rows * sizeof(float));
         memcpy(part.l, sums.l, (size_t)u.rows * sizeof(float));
     }
@@ -975,33 +983,33 @@ static void tkvi_run_gather(void *ctx, int index) {
     const int unit = index / w->n_chunks, chunk = index % w->n_chunks;
     tkvi_sums sums;
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_unit u;
-    tkvi_find_unit(w->call, unit, &u);
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, unit, &u);
     if (chunk >= u.n_chunks) return;
-    sums = tkvi_part_at(w, &u, unit, 0);
-    tkvi_gather_mass(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
+    sums = tkvi_split_at(w, &u, unit, 0);
+    tkvi_gather_scores(&u, &sums, chunk * u.chunk, tkvi_min(u.list->n, (chunk + 1) * u.chunk), &q);
 }
 
 /* Does any unit tell? Serves only to wake no threads in vain. */
-static int tkvi_any_tells(const tkvi_work *w) {
+static int tkvi_any_sampled(const tkvi_work *w) {
     int i, any = 0;
     for (i = 0; i < w->n_units && w->call->mass && !any; i++) {
-        tkvi_unit u;
-        tkvi_find_unit(w->call, i, &u);
-        any = tkvi_next_teller(&u, 0) < u.rows;
+        tkvi_work_tile u;
+        tkvi_find_work_tile(w->call, i, &u);
+        any = tkvi_next_sampled(&u, 0) < u.rows;
     }
     return any;
 }
 
 /* >>many: units of up to 32 rows, rows in lanes, where a sequence has many queries (kernels/prefill.h) */
-typedef struct tkvi_many_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
-    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
-    TKVI_ALIGNED float m[TKVI_MANY], l[TKVI_MANY], far_attention[TKVI_MANY], origin[TKVI_MANY];
+typedef struct tkvi_prefill_sums { /* as tkvi_sums: [lanes], [v_pad][lanes] */
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
+    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
     int lanes;
-} tkvi_many_sums;
+} tkvi_prefill_sums;
 
 /* Queries of a unit, [channel][lanes], lanes without a row 0. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, int lanes, float *q,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
                                           float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -1014,12 +1022,12 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_unit *u, const float *ref, 
 }
 
 /* Which tokens of block i lanes see; 0 if all lanes see all. */
-static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t *low, int32_t *high) {
+static int tkvi_see_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low, int32_t *high) {
     const int packed = u->call->kv->pool.block[u->ids[i]].packed;
     int r;
     if (!u->changes && !tkvi_is_ragged(u, i, start, end)) return 0;
-    memset(low, 0, TKVI_MANY * sizeof *low);
-    memset(high, 0, TKVI_MANY * sizeof *high);
+    memset(low, 0, TKVI_PREFILL * sizeof *low);
+    memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
@@ -1029,7 +1037,7 @@ static int tkvi_see_lanes(const tkvi_unit *u, int i, int start, int end, int32_t
     return 1;
 }
 
-static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *origin, int i, int lanes,
+static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_work_tile *u, const float *origin, int i, int lanes,
                                             float *scores) {
     int at[TKVI_BLOCK], r, t;
     tkvi_places(u, i, at);
@@ -1042,26 +1050,26 @@ static TKVI_NOINLINE void tkvi_modify_lanes(const tkvi_unit *u, const float *ori
 }
 
 /* Whose p of a block count for far_attention, as tkvi_add_far says; 0 if nobody's do. */
-static int tkvi_hear_lanes(const tkvi_unit *u, int i, int end, float *hears) {
+static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
     int r, any = 0;
-    if (!u->call->listen || i < u->list->sinks) return 0;
-    memset(hears, 0, TKVI_MANY * sizeof *hears);
+    if (!u->call->collect_stats || i < u->list->sinks) return 0;
+    memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
     for (r = 0; r < u->rows; r++)
-        if (tkvi_listens(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
-            hears[r] = 1.0f;
+        if (tkvi_is_sampled(u, r) && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+            sampled_lanes[r] = 1.0f;
             any = 1;
         }
     return any;
 }
 
 /* The online softmax over all blocks. */
-static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *sums) {
-    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_MANY], shrink[TKVI_MANY], hears[TKVI_MANY];
-    TKVI_ALIGNED int32_t low[TKVI_MANY], high[TKVI_MANY];
+static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
     const tkv_cache *kv = u->call->kv;
-    const tkvi_many *many = u->call->many;
+    const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
-    tkvi_many_queries q;
+    tkvi_prefill_queries q;
     tkvi_weighing w;
     int i, r, rotated;
     q.lanes = lanes;
@@ -1069,7 +1077,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     tkvi_reference_key(u, q.ref);
     tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
-    for (r = 0; r < TKVI_MANY; r++) {
+    for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far_attention[r] = 0.0f;
     }
@@ -1080,7 +1088,7 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     w.shrink = shrink;
     w.high = high;
     w.far_attention =
-        u->call->listen ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
+        u->call->collect_stats ? sums->far_attention : NULL; /* shrinks with the others, whoever is heard */
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_seen_to(u, i);
@@ -1094,8 +1102,8 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
             many->k(&rec->k, bytes, next, &q, n, tkvi_planes(&rec->k, kv->tables.cfg.precise), scores);
             if (u->changes || b->gone || b->packed) tkvi_modify_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_see_lanes(u, i, start, end, low, high) ? low : NULL;
-            w.hears = tkvi_hear_lanes(u, i, end, hears) ? hears : NULL;
-            if (many->weigh(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+            if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
@@ -1105,42 +1113,42 @@ static TKVI_NOINLINE void tkvi_many_blocks(const tkvi_unit *u, tkvi_many_sums *s
     }
 }
 
-static TKVI_NOINLINE void tkvi_many_listen(const tkvi_unit *u, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_prefill_listen(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
     tkvi_load_queries(u, &q);
-    if (u->call->listen) tkvi_listen(u, &q, sums);
-    if (u->call->metric) tkvi_listen_queries(u, &q);
+    if (u->call->collect_stats) tkvi_collect_stats(u, &q, sums);
+    if (u->call->metric) tkvi_collect_query_stats(u, &q);
 }
 
-static TKVI_NOINLINE void tkvi_many_gather(const tkvi_unit *u, const tkvi_sums *sums) {
+static TKVI_NOINLINE void tkvi_prefill_gather(const tkvi_work_tile *u, const tkvi_sums *sums) {
     TKVI_ALIGNED tkvi_queries q;
-    tkvi_gather_mass(u, sums, 0, u->list->n, &q);
+    tkvi_gather_scores(u, sums, 0, u->list->n, &q);
 }
 
 /* Eight rows of a unit, or as many as are gathered together. */
-static tkvi_unit tkvi_many_eight(const tkvi_unit *u, int first) {
-    tkvi_unit eight = *u;
+static tkvi_work_tile tkvi_prefill_eight(const tkvi_work_tile *u, int first) {
+    tkvi_work_tile eight = *u;
     eight.first += first;
     eight.rows = tkvi_min(u->call->tell, u->rows - first);
     return eight;
 }
 
 /* Whoever wants to know of them is told, then they go out. */
-static TKVI_NOINLINE void tkvi_many_finish(const tkvi_unit *u, tkvi_many_sums *from, int first) {
-    const tkvi_unit eight = tkvi_many_eight(u, first);
+static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_prefill_sums *from, int first) {
+    const tkvi_work_tile eight = tkvi_prefill_eight(u, first);
     tkvi_sums sums;
     sums.o = from->o + first * u->v_pad;
     sums.m = from->m + first;
     sums.l = from->l + first;
     sums.far_attention = from->far_attention + first;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->listen || u->call->metric) tkvi_many_listen(&eight, &sums);
+    if (u->call->collect_stats || u->call->metric) tkvi_prefill_listen(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
-    if (u->call->mass) tkvi_many_gather(&eight, &sums);
+    if (u->call->mass) tkvi_prefill_gather(&eight, &sums);
 }
 
-static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *sums) {
-    TKVI_ALIGNED float o[TKVI_MANY_FLOATS];
+static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
     int i, r;
     memcpy(o, sums->o, (size_t)(u->v_pad * sums->lanes) * sizeof *o);
     for (r = 0; r < sums->lanes; r += 16)
@@ -1149,22 +1157,22 @@ static TKVI_NOINLINE void tkvi_many_in_rows(const tkvi_unit *u, tkvi_many_sums *
                                 u->v_pad);
 }
 
-static TKVI_NOINLINE void tkvi_many_unit(const tkvi_unit *u) {
-    tkvi_many_sums sums;
+static TKVI_NOINLINE void tkvi_prefill_unit(const tkvi_work_tile *u) {
+    tkvi_prefill_sums sums;
     int first;
-    sums.lanes = u->rows > 16 ? TKVI_MANY : 16;
-    tkvi_many_blocks(u, &sums);
+    sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    tkvi_prefill_blocks(u, &sums);
     if (tkvi_failed(u->call)) return;
-    tkvi_many_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->tell) tkvi_many_finish(u, &sums, first);
+    tkvi_prefill_in_rows(u, &sums);
+    for (first = 0; first < u->rows; first += u->call->tell) tkvi_prefill_finish(u, &sums, first);
 }
 
 /* The quality meter compares kernels/scalar.h's scores with its own: rows that it samples are done again. */
-static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit *u) {
+static TKVI_NOINLINE void tkvi_prefill_measure(const tkvi_work *w, const tkvi_work_tile *u) {
     TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)], here[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
     TKVI_ALIGNED tkvi_queries q;
     const tkvi_meter *m = u->call->kv->meter;
-    const tkvi_gauge *g = tkvi_gauge_of(u->call->kv->meter, u->call->plan->stored, u->head);
+    const tkvi_head_probe *g = tkvi_head_probe_of(u->call->kv->meter, u->call->plan->stored, u->head);
     const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here, u->v_pad);
     int r, samples = 0;
     for (r = 0; g && r < u->rows; r++)
@@ -1175,21 +1183,21 @@ static TKVI_NOINLINE void tkvi_many_measure(const tkvi_work *w, const tkvi_unit 
     tkvi_measure(u, &q, &sums, &part);
 }
 
-static void tkvi_run_many(void *ctx, int index) {
+static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    tkvi_unit u;
+    tkvi_work_tile u;
     int first;
-    tkvi_find_unit(w->call, index, &u);
-    tkvi_many_unit(&u);
+    tkvi_find_work_tile(w->call, index, &u);
+    tkvi_prefill_unit(&u);
     for (first = 0; first < u.rows && w->call->meter && !tkvi_failed(w->call); first += w->call->tell) {
-        const tkvi_unit eight = tkvi_many_eight(&u, first);
-        tkvi_many_measure(w, &eight);
+        const tkvi_work_tile eight = tkvi_prefill_eight(&u, first);
+        tkvi_prefill_measure(w, &eight);
     }
 }
 
 /* Many queries everywhere, and blocks that the kernels know? Then units are larger. Not where the mass is wanted, whose
  * scores must be the same ones again. */
-static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
+static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->p->mass) return NULL;
@@ -1203,7 +1211,7 @@ static const tkvi_many *tkvi_many_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return tkvi_many_of(kv->kernels->isa);
+    return tkvi_prefill_of(kv->kernels->isa);
 }
 
 /* One caller at a time uses kv->parts. Where there are no atomics nobody does: units are the only cut then. */
@@ -1225,7 +1233,7 @@ static void tkvi_leave_parts(tkv_cache *kv) {
 }
 
 /* >>mass: a second pass over the keys, when the sums are known. One task per chunk of key positions. */
-#define TKVI_MASS_CHUNK 16 /* blocks */
+#define TKVI_TOKEN_SCORE_CHUNK 16 /* blocks */
 
 static void tkvi_run_mass(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
@@ -1234,13 +1242,13 @@ static void tkvi_run_mass(void *ctx, int index) {
     int number, i, r, t;
     for (number = 0; number < w->n_units; number++) {
         TKVI_ALIGNED tkvi_queries q;
-        tkvi_unit u;
+        tkvi_work_tile u;
         int last;
-        tkvi_find_unit(c, number, &u);
-        last = tkvi_min(u.list->n, (index + 1) * TKVI_MASS_CHUNK);
-        if (index * TKVI_MASS_CHUNK >= last) continue;
+        tkvi_find_work_tile(c, number, &u);
+        last = tkvi_min(u.list->n, (index + 1) * TKVI_TOKEN_SCORE_CHUNK);
+        if (index * TKVI_TOKEN_SCORE_CHUNK >= last) continue;
         tkvi_load_queries(&u, &q);
-        for (i = index * TKVI_MASS_CHUNK; i < last; i++) {
+        for (i = index * TKVI_TOKEN_SCORE_CHUNK; i < last; i++) {
             float *mass = c->p->mass + u.item * c->mass_stride;
             int at[TKVI_BLOCK];
             if (!tkvi_block_scores(&u, &q, i, scores)) continue;
@@ -1268,7 +1276,7 @@ static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
 
 /* A task with room of its own for what it fetches. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
     room.key = TKVI_NIL;
@@ -1279,7 +1287,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = kv->pool.n_spilled ? tkvi_run_fetching : task;
+    tkv_task run = kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -1296,7 +1304,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     if (st) return st;
     c.failed = &failed;
     w.call = &c;
-    w.n_units = tkvi_count_units(&c);
+    w.n_units = tkvi_count_work_tiles(&c);
     w.n_chunks = 0;
     w.parts = NULL;
     for (i = 0; i < c.n_rows; i++) {
@@ -1307,22 +1315,23 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks = tkvi_min(TKVI_MAX_CHUNKS, (longest + TKVI_MIN_CHUNK - 1) / TKVI_MIN_CHUNK);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_UNITS && /* the same for any number of threads */
-          w.n_units * w.n_chunks <= TKVI_MAX_PARTS;
+          w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
     if (few && kv->tables.cfg.parallel_for && tkvi_take_parts(kv)) {
         w.parts = kv->parts;
-        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_part);
-        tkvi_run(&w, w.n_units, 0, tkvi_run_unit);
-        if (!failed && tkvi_any_tells(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
+        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
+        tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
+        if (!failed && tkvi_any_sampled(&w)) tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_gather);
         tkvi_leave_parts(kv);
-    } else if (few || !(c.many = tkvi_many_for(&c))) {
-        tkvi_run(&w, w.n_units, 1, tkvi_run_unit);
+    } else if (few || !(c.many = tkvi_prefill_for(&c))) {
+        tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_many_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.head_dim, kv->tables.cfg.v_head_dim));
         c.tile -= c.tile % c.tell;
-        tkvi_run(&w, tkvi_count_units(&c), 1, tkvi_run_many);
+        tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
         c.tile = c.tell;
     }
-    if (p->mass && !failed) tkvi_run(&w, (longest + TKVI_MASS_CHUNK - 1) / TKVI_MASS_CHUNK, 1, tkvi_run_mass);
+    if (p->mass && !failed)
+        tkvi_run(&w, (longest + TKVI_TOKEN_SCORE_CHUNK - 1) / TKVI_TOKEN_SCORE_CHUNK, 1, tkvi_run_mass);
     if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
     return TKV_OK;
 }

@@ -49,7 +49,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored);
     double top = 0.0, sum = 0.0, out[TKV_MAX_HEAD_DIM];
-    tkvi_room room[2];
+    tkvi_fetch_buffer room[2];
     const int finite = tkvi_ref_is_finite(c, row, head); /* else the row sees no key */
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
@@ -67,9 +67,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const tkvi_record *rec = &kv->tables.coding[b->coding].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_there(b, n);
+            const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_absent(b)) continue; /* nobody sees it: tkvi_call_init */
+            if (tkvi_is_discarded(b)) continue; /* nobody sees it: tkvi_call_init */
             st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);

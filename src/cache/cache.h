@@ -41,7 +41,7 @@ typedef struct tkvi_seq {
 #define TKVI_MAX_CHUNKS 16                                           /* of a key range, per KV head */
 #define TKVI_MIN_CHUNK 8                                             /* blocks */
 #define TKVI_FEW_UNITS 32                                            /* more are enough tasks by themselves */
-#define TKVI_MAX_PARTS 128                                           /* chunks in flight */
+#define TKVI_MAX_SPLITS 128                                          /* chunks in flight */
 #define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* of a chunk: attention/attend.h */
 
 /* Tables of formats that learn: the first one when a layer has seen so many tokens, a better one when it has seen many;
@@ -52,17 +52,17 @@ typedef struct tkvi_seq {
 #define TKVI_IN_PLACE_VERSIONS 2 /* of tables: those of one life without tkv_calibration_refresh */
 
 /* How far a layer whose encoder wants to know the queries has listened (learn/squat_queries.h). */
-typedef struct tkvi_ears {
+typedef struct tkvi_query_stats {
     int tokens; /* appended since it listens; -1: it does not */
     int used;   /* that many when the factors were made last; 0: never */
-} tkvi_ears;
+} tkvi_query_stats;
 
 /* What a call asks room for, beside slots (tkv_cache.need). */
-typedef struct tkvi_order {
+typedef struct tkvi_memory_request {
     const tkv_rows *rows; /* tokens for lists */
     int n_rows, layer;    /* the lists' layer; -1: all, each up to rows[0].n tokens beyond the shortest */
     int64_t blocks;       /* entries of the block table, beyond those of slots */
-} tkvi_order;
+} tkvi_memory_request;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -83,32 +83,32 @@ struct tkv_cache {
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     int learning;           /* somebody is adding */
     /* the same for SQUAT formats (learn/squat_queries.h) */
-    tkvi_ears *ears; /* [n_layers] */
-    int64_t *metric; /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    tkvi_query_stats *query_stats; /* [n_layers] */
+    int64_t *metric;               /* [n_layers][n_kv_heads][packed] sums of q q^T */
     uint16_t
         *feedback;     /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until they are known */
     float *solve;      /* [packed] work space */
     tkvi_meter *meter; /* NULL: none (cache/meter.h) */
     /* the budget (reclaim/budget.h) */
     tkv_policy policy;
-    float outside;   /* pressure that the caller feeds */
-    size_t lump;     /* bytes of a hot block in every layer: they come at the same token */
-    int moved;       /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
-    int64_t debt;    /* bytes that are still to be won for those that came */
-    size_t relax_at; /* bytes in use from which on it may be worth while to look for a looser level */
+    float outside;          /* pressure that the caller feeds */
+    size_t bytes_per_block; /* bytes of a hot block in every layer: they come at the same token */
+    int moved;              /* tkv_set_hot_tokens was called: blocks may be older than their tier's */
+    int64_t recode_backlog; /* bytes that are still to be won for those that came */
+    size_t relax_at;        /* bytes in use from which on it may be worth while to look for a looser level */
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
     uint64_t spilled, unstored,
         promoted;     /* blocks that went outside, that the store refused, that came back */
     int store_failed; /* in the call that goes on: there would have been room */
     int64_t
         *need; /* [4][n_classes] work space: slots that a call asks for, slots after it; and tkvi_add_going */
-    tkvi_order order; /* valid during the call */
-    int resort;       /* how far it must go for that: bits of tkvi_resort (reclaim/budget.h) */
-    int share;        /* eighths of what could go by TKVI_FLOOR that may stay */
+    tkvi_memory_request order; /* valid during the call */
+    int reclaim_stages; /* how far it must go for that: bits of tkvi_reclaim_stages (reclaim/budget.h) */
+    int share;          /* eighths of what could go by TKVI_FLOOR that may stay */
     /* what is recomputed (reclaim/discard.h) */
-    uint64_t clock;               /* of calls that need room: what is used now is not dropped for it */
-    uint64_t vacated, recomputed; /* blocks */
-    tkvi_mass mass;               /* what the config gathers of attention (reclaim/scores.h) */
+    uint64_t clock; /* of calls that need room: what is used now is not dropped for it */
+    uint64_t blocks_discarded, recomputed; /* blocks */
+    tkvi_token_scores mass;                /* what the config gathers of attention (reclaim/scores.h) */
     /* what is dropped (reclaim/evict_tokens.h) */
     uint8_t *choice; /* room to choose among the tokens of the longest list; NULL: none are ever dropped */
     uint32_t choice_cap; /* of blocks */
@@ -121,12 +121,12 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.n_layers + (size_t)layer;
 }
 
-static int64_t *tkvi_asked_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     return kv->asked + ((size_t)layer * (size_t)cfg->n_kv_heads + (size_t)head) * (size_t)cfg->head_dim;
 }
 
-static int64_t *tkvi_far_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.n_kv_heads + (size_t)head;
 }
 
@@ -165,7 +165,7 @@ static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const u
 }
 
 /* Bits of those that are there. */
-static uint64_t tkvi_there(const tkvi_block *b, int slots) {
+static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return ~b->gone & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
@@ -180,21 +180,21 @@ static int tkvi_at(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_block *b = &kv->pool.block[id];
     int32_t at;
     if (!b->packed) return b->start + slot;
-    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.notes[id].where[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.notes[id].where + 4 * slot, sizeof at);
+    if (!tkvi_is_wide(kv, b)) return b->start + kv->pool.token_meta[id].where[slot];
+    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].where + 4 * slot, sizeof at);
     return at;
 }
 
 static void tkvi_set_at(tkv_cache *kv, uint32_t id, int slot, int position) {
     const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.notes[id].where + 4 * slot, &at, sizeof at);
-    else kv->pool.notes[id].where[slot] = (uint16_t)(position - b->start);
+    if (tkvi_is_wide(kv, b)) memcpy((uint8_t *)kv->pool.token_meta[id].where + 4 * slot, &at, sizeof at);
+    else kv->pool.token_meta[id].where[slot] = (uint16_t)(position - b->start);
 }
 
 /* It has changed its tier: promotion waits a while (step/promotion.h). */
 static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
-    if (kv->pool.notes) kv->pool.notes[id].moved = len + 1;
+    if (kv->pool.token_meta) kv->pool.token_meta[id].moved = len + 1;
 }
 
 /* End of the positions that block i may have tokens of. */
@@ -208,18 +208,19 @@ static int tkvi_binds(const tkv_cache *kv) { return kv->tables.rope != NULL; }
 
 /* The notes of a block's tokens of these bits go to places at, at + 1, ... of block `to`, which begins at `start`;
  * returns the place behind them. */
-static int tkvi_note_those(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there, int start) {
-    tkvi_notes *a = &kv->pool.notes[to], *b = &kv->pool.notes[from];
-    const uint64_t pinned = b->pinned, passing = b->passing, anchored = b->anchored;
+static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
+                                int start) {
+    tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
+    const uint64_t pinned = b->pinned, temporary_pins = b->temporary_pins, anchored = b->anchored;
     int t;
-    if (at == 0) a->pinned = a->passing = a->anchored = 0;
+    if (at == 0) a->pinned = a->temporary_pins = a->anchored = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(there >> t & 1)) continue;
         a->where[at] = (uint16_t)(tkvi_at(kv, from, t) - start); /* at <= t where both are one block */
         a->mass[at] = b->mass[t];
         a->pinned |= (pinned >> t & 1) << at;
-        a->passing |= (passing >> t & 1) << at;
-        if (passing >> t & 1) a->until = tkvi_max(a->until, b->until);
+        a->temporary_pins |= (temporary_pins >> t & 1) << at;
+        if (temporary_pins >> t & 1) a->until = tkvi_max(a->until, b->until);
         a->anchored |= (anchored >> t & 1) << at;
         at++;
     }
@@ -260,7 +261,7 @@ static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit 
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
             b = &kv->pool.block[ids[i]];
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.coding[b->coding].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
                   tkvi_block_tokens(kv, list, ids, i));
@@ -279,18 +280,18 @@ static tkv_status tkvi_ok(tkv_cache *kv) {
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, what);
+    tkvi_append_text(&t, what);
     if (more) {
-        tkvi_say(&t, " ");
-        tkvi_say_int(&t, number);
-        tkvi_say(&t, more);
+        tkvi_append_text(&t, " ");
+        tkvi_append_int(&t, number);
+        tkvi_append_text(&t, more);
     }
     return st;
 }
 
 /* >>events */
-static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
-                      const char *text) {
+static void tkvi_emit_event(tkv_cache *kv, tkv_event_kind kind, int layer, int from, int to, size_t bytes,
+                            const char *text) {
     tkv_event e;
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
@@ -304,7 +305,7 @@ static void tkvi_tell(tkv_cache *kv, tkv_event_kind kind, int layer, int from, i
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
+static void tkvi_emit_evicted(tkv_cache *kv, int seq, int layer, const int *positions, int n) {
     tkv_event e;
     if (!kv->tables.cfg.on_event) return;
     memset(&e, 0, sizeof e);
@@ -318,7 +319,7 @@ static void tkvi_tell_gone(tkv_cache *kv, int seq, int layer, const int *positio
     kv->tables.cfg.on_event(kv->tables.cfg.event_user, &e);
 }
 
-static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
+static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_event e;
@@ -335,42 +336,42 @@ static void tkvi_tell_spilled(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* >>statistics: a piece that is there while a layer listens */
-static size_t tkvi_asked_bytes(const tkv_config *cfg) {
+static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
     return tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * (size_t)cfg->head_dim *
                          sizeof(int64_t));
 }
 
-static size_t tkvi_heard_bytes(const tkv_config *cfg) {
-    return tkvi_asked_bytes(cfg) +
+static size_t tkvi_stats_bytes(const tkv_config *cfg) {
+    return tkvi_q_sq_sum_bytes(cfg) +
            tkvi_align_up((size_t)cfg->n_layers * (size_t)cfg->n_kv_heads * sizeof(int64_t));
 }
 
 /* 0: no memory, nothing has changed. */
-static int tkvi_heard_get(tkv_cache *kv, tkvi_heap *heap) {
-    size_t bytes = tkvi_heard_bytes(&kv->tables.cfg);
+static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
+    size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->asked) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->asked = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->asked) return 0;
     memset(kv->asked, 0, bytes);
-    kv->far_attention = kv->asked + tkvi_asked_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->far_attention = kv->asked + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
-static void tkvi_heard_put(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->asked, tkvi_heard_bytes(&kv->tables.cfg));
+static void tkvi_put_stats(tkv_cache *kv) {
+    tkvi_put(&kv->heap, kv->asked, tkvi_stats_bytes(&kv->tables.cfg));
     kv->asked = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
     /* each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, ears, metric, feedback, meter;
+    size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
     size_t solve, recode, parts, shadow;
     size_t total;
 } tkvi_sizes;
 
-static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
+static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
     size_t seqs = (size_t)h->cfg.max_seqs, n;
     int k_pad = tkvi_round_up(h->cfg.head_dim, 16), v_pad = tkvi_round_up(h->cfg.v_head_dim, 16);
     memset(s, 0, sizeof *s);
@@ -384,12 +385,12 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (h->cfg.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_PARTS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+        s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(int));
     if (h->any_squat) {
         size_t dim = (size_t)h->cfg.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)h->cfg.n_layers * (size_t)h->cfg.n_kv_heads;
-        s->ears = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_ears));
+        s->query_stats = tkvi_align_up((size_t)h->cfg.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
         s->metric = tkvi_align_up(s->metric);
         s->feedback = n * tkvi_feedback_count(h->cfg.head_dim, h->cfg.squat_block) * sizeof(uint16_t);
@@ -397,7 +398,7 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
     if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->ears + s->meter + s->solve;
+    s->total = s->cache + s->seen + s->query_stats + s->meter + s->solve;
     if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
     if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
@@ -407,24 +408,26 @@ static int tkvi_fixed_sizes(const tkvi_shape *h, tkvi_sizes *s) {
 
 /* What tkv_memory counts as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->ears + s->metric + s->feedback + s->meter;
+    return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
 }
 
 /* A smaller budget makes no sense: what is there before the first token, tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_shape *h, const tkvi_sizes *s) {
+static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
     const size_t pages = (size_t)h->spare + 2;
     size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_heard_bytes(&h->cfg), &all)) return (size_t)-1;
+    if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
     if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
     if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
     return all;
 }
 
 /* Free pages that a cache with a budget keeps: its layers' next blocks will ask for them. */
-static int64_t tkvi_cushion(const tkv_cache *kv) { return (int64_t)(kv->lump / kv->tables.page_bytes) + 1; }
+static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
+    return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
+}
 
 /* Builds an empty cache in one fixed piece from the heap. */
-static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **out) {
+static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
     tkvi_heap heap = *from;
     tkvi_sizes s;
     uint8_t *at;
@@ -460,12 +463,12 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     }
     at += s.seen;
     if (h->any_squat) {
-        kv->ears = (tkvi_ears *)(void *)at;
-        kv->metric = (int64_t *)(void *)(at + s.ears);
-        kv->feedback = (uint16_t *)(void *)(at + s.ears + s.metric);
-        kv->solve = (float *)(void *)(at + s.ears + s.metric + s.feedback + s.meter);
+        kv->query_stats = (tkvi_query_stats *)(void *)at;
+        kv->metric = (int64_t *)(void *)(at + s.query_stats);
+        kv->feedback = (uint16_t *)(void *)(at + s.query_stats + s.metric);
+        kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
     }
-    at += s.ears + s.metric + s.feedback;
+    at += s.query_stats + s.metric + s.feedback;
     kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
     at += s.meter + s.solve;
     kv->recode = (float *)(void *)at;
@@ -477,7 +480,7 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->scratch_bytes = s.solve + s.recode + s.parts;
     kv->shadow_bytes = s.shadow;
     kv->pool.tables = &kv->tables;
-    if (!tkvi_heard_get(kv, &heap)) {
+    if (!tkvi_get_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
@@ -485,15 +488,15 @@ static tkv_status tkvi_build(tkvi_shape *h, const tkvi_heap *from, tkv_cache **o
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < h->n_classes; c++) kv->pool.room[c] = TKVI_NIL;
-    tkvi_mass_init(&kv->mass, &kv->tables.cfg);
+    tkvi_token_score_init(&kv->mass, &kv->tables.cfg);
     (void)tkv_policy_init(&kv->policy, &h->cfg.policy, NULL);
     kv->policy.cfg = h->cfg.policy; /* defaults are in it by now: 0 is a level there */
     kv->relax_at = (size_t)-1;
     kv->pool.spare = h->spare;
     for (c = 0; c < h->cfg.n_layers; c++)
         if (kv->tables.plan[c].stored == c)
-            kv->lump += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
-    if (h->cfg.budget_bytes) kv->pool.cushion = tkvi_cushion(kv);
+            kv->bytes_per_block += kv->tables.coding[kv->tables.plan[c].now.coding[TKV_HOT]].bytes.total;
+    if (h->cfg.budget_bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
@@ -514,7 +517,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 
 /* Bytes of the versions that are there, and of the statistics. */
 static size_t tkvi_learning_held(const tkv_cache *kv) {
-    size_t n = kv->asked ? tkvi_heard_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->asked ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -541,40 +544,42 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
 }
 
 /* The sentence about an error of tkvi_build. */
-static tkv_status tkvi_say_unbuilt(tkv_status st, const tkvi_shape *h, char *reason, size_t size) {
+static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
+                                      size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
     const int fits = tkvi_fixed_sizes(h, &s);
     if (st == TKV_ERR_ISA) {
-        tkvi_say(&t, "isa is ");
-        tkvi_say(&t, tkv_isa_name(h->cfg.isa));
-        tkvi_say(&t, "; these kernels are not in this program, or this machine cannot run them");
+        tkvi_append_text(&t, "isa is ");
+        tkvi_append_text(&t, tkv_isa_name(h->cfg.isa));
+        tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
-        tkvi_say(&t, "budget_bytes is ");
-        tkvi_say_int(&t, (int64_t)h->cfg.budget_bytes);
-        tkvi_say(&t, "; it must be at least ");
-        tkvi_say_int(&t, (int64_t)tkvi_least_budget(h, &s));
-        tkvi_say(&t, " for an empty cache and its first tokens");
+        tkvi_append_text(&t, "budget_bytes is ");
+        tkvi_append_int(&t, (int64_t)h->cfg.budget_bytes);
+        tkvi_append_text(&t, "; it must be at least ");
+        tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else if (st == TKV_ERR_NOMEM) {
-        tkvi_say(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_say_int(&t, fits ? (int64_t)s.total : 0);
-        tkvi_say(&t, " bytes");
+        tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_append_int(&t, fits ? (int64_t)s.total : 0);
+        tkvi_append_text(&t, " bytes");
     } else {
-        tkvi_say(&t, "max_seqs is ");
-        tkvi_say_int(&t, h->cfg.max_seqs);
-        tkvi_say(&t, "; so many sequences of these layers take more bytes than this machine can address");
+        tkvi_append_text(&t, "max_seqs is ");
+        tkvi_append_int(&t, h->cfg.max_seqs);
+        tkvi_append_text(&t,
+                         "; so many sequences of these layers take more bytes than this machine can address");
     }
     return st;
 }
 
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     tkv_cache *kv;
     tkv_status st = tkvi_validate(cfg, &shape, reason, size);
     if (!cfg || !out) {
         tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-        tkvi_say(&t, cfg ? "out is missing" : "the config is missing");
+        tkvi_append_text(&t, cfg ? "out is missing" : "the config is missing");
         return TKV_ERR_ARG;
     }
     if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
@@ -586,7 +591,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, tkv_cache **out, char *r
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
-    if (st) return tkvi_say_unbuilt(st, &shape, reason, size);
+    if (st) return tkvi_append_unbuilt(st, &shape, reason, size);
     *out = kv;
     return TKV_OK;
 }
@@ -602,7 +607,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (!kv) return;
     for (i = 0; i < kv->pool.block_cap; i++) {
         if (!kv->pool.block[i].refs) continue;
-        if (tkvi_spilled(&kv->pool.block[i])) tkvi_forget_spilled(&kv->pool, i);
+        if (tkvi_is_offloaded(&kv->pool.block[i])) tkvi_forget_offloaded(&kv->pool, i);
         tkvi_forget_copy(&kv->pool, i);
     }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
@@ -613,7 +618,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_heard_put(kv);
+    tkvi_put_stats(kv);
     tkvi_put(&kv->heap, kv->choice, kv->choice_cap * TKVI_CHOICE);
     heap = kv->heap; /* the cache stands in the last piece */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
@@ -678,7 +683,7 @@ typedef struct tkvi_most {
 } tkvi_most;
 
 /* Under a budget: as many pages as it leaves room for. */
-static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed, tkvi_most *m) {
+static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
     const size_t budget = h->cfg.budget_bytes, layers = (size_t)h->cfg.n_layers;
     const int64_t list = (int64_t)h->cfg.max_tokens / TKVI_BLOCK + 4;
     uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.max_seqs;
@@ -691,7 +696,7 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
         !tkvi_add(lists, fixed->total, &rest) ||
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, rest, &rest))
+        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, rest, &rest))
         return TKV_ERR_CONFIG;
     m->pages = (int64_t)(budget / h->page_bytes);
     if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
@@ -710,8 +715,8 @@ static tkv_status tkvi_most_within(const tkvi_shape *h, const tkvi_sizes *fixed,
     return TKV_ERR_BUDGET;
 }
 
-static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     int64_t live[TKVI_MAX_CODINGS], wait[TKVI_MAX_CODINGS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
@@ -749,14 +754,14 @@ static tkv_status tkvi_most_of(tkvi_shape *h, tkvi_most *m) {
         !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
         !tkvi_add(pages, m->bytes, &m->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_heard_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
+        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
         !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
 
-static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi_most *m) {
+static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
     tkv_status st = tkvi_validate(cfg, h, NULL, 0);
     if (!st && cfg->max_tokens == 0) st = TKV_ERR_CONFIG;
     if (!st) st = tkvi_most_of(h, m);
@@ -764,22 +769,22 @@ static tkv_status tkvi_in_place_shape(const tkv_config *cfg, tkvi_shape *h, tkvi
 }
 
 TKV_API tkv_status tkv_required_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkvi_most m;
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
     if (!bytes) return TKV_ERR_ARG;
     if (!st) *bytes = m.bytes;
     return st;
 }
 
 TKV_API tkv_status tkv_init_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkvi_most m;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_in_place_shape(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
     int i;
     if (!out || !mem) return TKV_ERR_ARG;
     if (st) return st;

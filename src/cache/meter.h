@@ -17,53 +17,53 @@
 #define TKVI_METER_ONE 4294967296.0 /* sums are in whole numbers: threads may add in any order */
 #define TKVI_METER_MOST 16.0f       /* no single comparison counts for more */
 
-typedef struct tkvi_tally {
+typedef struct tkvi_error_sums {
     uint64_t samples, agreed;
     uint64_t keys, kept;        /* coded keys that samples saw; of them, those with a copy */
     uint64_t error, divergence; /* sums, TKVI_METER_ONE being 1 */
     uint64_t worst;             /* largest divergence */
-} tkvi_tally;
+} tkvi_error_sums;
 
-typedef struct tkvi_gauge {
+typedef struct tkvi_head_probe {
     int layer, head;
     int phase;      /* positions p with (p + phase) % every == 0 are measured */
     int n, stride;  /* copies; of every stride-th block */
     int *start;     /* [slots] first position of each copied block, rising */
     int *slot;      /* [slots] where its bytes are; behind the first n: the free ones */
     uint8_t *bytes; /* [slots][record_bytes] */
-    tkvi_tally sum;
-} tkvi_gauge;
+    tkvi_error_sums sum;
+} tkvi_head_probe;
 
 typedef struct tkvi_meter {
     int lock; /* of the sums */
     int seq;  /* whose blocks are copied; -1: of the next one that begins */
     int n, slots, every;
     size_t record_bytes;
-    tkvi_gauge *gauge; /* [n] */
+    tkvi_head_probe *head_probe; /* [n] */
 } tkvi_meter;
 
 /* >>how many, how large */
-static int tkvi_meter_heads(const tkvi_shape *h) {
+static int tkvi_meter_heads(const tkvi_derived_config *h) {
     return tkvi_min(h->cfg.quality_heads, h->n_stored * h->cfg.n_kv_heads);
 }
 
-static int tkvi_meter_slots(const tkvi_shape *h) {
+static int tkvi_meter_slots(const tkvi_derived_config *h) {
     return (tkvi_min(h->cfg.quality_tokens, h->cfg.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
 /* Bytes of the meter but for the copies, and those of the copies. 0 on overflow. */
-static int tkvi_meter_sizes(const tkvi_shape *h, size_t *tables, size_t *copies) {
+static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
     size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
     *tables = *copies = 0;
     if (!n) return 1;
-    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_gauge)) +
+    *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
 /* A comparison takes the time of up to four units of attention (one KV head of one layer, one query). It
  * stands in one task: rare enough for 16 threads, which finish the others in a sixteenth of the time. */
-static int tkvi_meter_every(const tkvi_shape *h) {
+static int tkvi_meter_every(const tkvi_derived_config *h) {
     int64_t units = (int64_t)h->n_stored * h->cfg.n_kv_heads;
     int every = 32;
     if (h->cfg.quality_every) return h->cfg.quality_every;
@@ -77,9 +77,9 @@ static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) 
     for (i = 0; i < m->n; i++) {
         int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
         for (layer = 0; t->plan[layer].stored != layer || which-- > 0;) layer++;
-        m->gauge[i].layer = layer;
-        m->gauge[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
-        m->gauge[i].phase = (int)((int64_t)i * m->every / m->n);
+        m->head_probe[i].layer = layer;
+        m->head_probe[i].head = (at + i / n_stored) % t->cfg.n_kv_heads;
+        m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
     }
 }
 
@@ -88,14 +88,14 @@ static void tkvi_meter_clear(tkvi_meter *m) {
     int i, k;
     m->seq = -1;
     for (i = 0; i < m->n; i++) {
-        m->gauge[i].n = 0;
-        m->gauge[i].stride = 1;
-        for (k = 0; k < m->slots; k++) m->gauge[i].slot[k] = k;
+        m->head_probe[i].n = 0;
+        m->head_probe[i].stride = 1;
+        for (k = 0; k < m->slots; k++) m->head_probe[i].slot[k] = k;
     }
 }
 
 /* In cleared memory; the copies need not be. NULL if the config asks for none. */
-static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, uint8_t *tables,
+static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tables *t, uint8_t *tables,
                                     uint8_t *copies) {
     tkvi_meter *m = (tkvi_meter *)(void *)tables;
     int i, n = tkvi_meter_heads(h), *numbers;
@@ -105,12 +105,12 @@ static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, u
     m->every = tkvi_meter_every(h);
     m->record_bytes = h->hot_record;
     tables += tkvi_align_up(sizeof *m);
-    m->gauge = (tkvi_gauge *)(void *)tables;
-    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_gauge)));
+    m->head_probe = (tkvi_head_probe *)(void *)tables;
+    numbers = (int *)(void *)(tables + tkvi_align_up((size_t)n * sizeof(tkvi_head_probe)));
     for (i = 0; i < n; i++) {
-        m->gauge[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
-        m->gauge[i].slot = m->gauge[i].start + m->slots;
-        m->gauge[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
+        m->head_probe[i].start = numbers + (size_t)(2 * i) * (size_t)m->slots;
+        m->head_probe[i].slot = m->head_probe[i].start + m->slots;
+        m->head_probe[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
     }
     tkvi_meter_place(m, t, h->n_stored);
     tkvi_meter_clear(m);
@@ -118,15 +118,15 @@ static tkvi_meter *tkvi_meter_build(const tkvi_shape *h, const tkvi_tables *t, u
 }
 
 /* The gauge of a head, or NULL. */
-static tkvi_gauge *tkvi_gauge_of(const tkvi_meter *m, int layer, int head) {
+static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
     for (i = 0; m && i < m->n; i++)
-        if (m->gauge[i].layer == layer && m->gauge[i].head == head) return &m->gauge[i];
+        if (m->head_probe[i].layer == layer && m->head_probe[i].head == head) return &m->head_probe[i];
     return NULL;
 }
 
 /* >>copies */
-static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
+static void tkvi_head_probe_drop(tkvi_head_probe *g, int i) {
     int slot = g->slot[i];
     g->n--;
     memmove(g->start + i, g->start + i + 1, (size_t)(g->n - i) * sizeof *g->start);
@@ -135,16 +135,16 @@ static void tkvi_gauge_drop(tkvi_gauge *g, int i) {
 }
 
 /* The block that begins at `start` is about to be coded. Tokens before `dropped` are gone. */
-static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int dropped, const uint8_t *record,
-                            size_t bytes) {
+static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int start, int dropped,
+                                 const uint8_t *record, size_t bytes) {
     int number = start / TKVI_BLOCK, i; /* rises from block to block, but for some that were flushed short */
-    while (g->n && g->start[0] < dropped) tkvi_gauge_drop(g, 0);
+    while (g->n && g->start[0] < dropped) tkvi_head_probe_drop(g, 0);
     if (g->n && g->start[g->n - 1] / TKVI_BLOCK >= number) return;
     if (number % g->stride) return;
     while (g->n == m->slots && g->stride < TKVI_FOREVER / 2) {
         g->stride *= 2;
         for (i = g->n - 1; i >= 0; i--)
-            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_gauge_drop(g, i);
+            if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_head_probe_drop(g, i);
     }
     if (number % g->stride || g->n == m->slots) return;
     memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
@@ -152,7 +152,8 @@ static void tkvi_gauge_keep(const tkvi_meter *m, tkvi_gauge *g, int start, int d
 }
 
 /* The copy of the block that begins at `start`, or NULL. *from walks along as starts rise. */
-static const uint8_t *tkvi_gauge_copy(const tkvi_meter *m, const tkvi_gauge *g, int start, int *from) {
+static const uint8_t *tkvi_head_probe_copy(const tkvi_meter *m, const tkvi_head_probe *g, int start,
+                                           int *from) {
     while (*from < g->n && g->start[*from] < start) ++*from;
     return *from < g->n && g->start[*from] == start ? g->bytes + (size_t)g->slot[*from] * m->record_bytes
                                                     : NULL;
@@ -165,7 +166,7 @@ static uint64_t tkvi_meter_fixed(double x) {
     return f > 0.0f ? (uint64_t)((double)f * TKVI_METER_ONE) : 0;
 }
 
-static void tkvi_tally_add(tkvi_tally *sum, const tkvi_tally *more) {
+static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *more) {
     sum->samples += more->samples;
     sum->agreed += more->agreed;
     sum->keys += more->keys;

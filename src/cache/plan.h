@@ -11,9 +11,9 @@
 
 /* A piece of what is stored outside (reclaim/offload.h): a record or a side of one, F16 of 256 channels at most, and a
  * checksum. */
-#define TKVI_SPILL_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
-#define TKVI_SPILL_HASH 8u
-#define TKVI_SPILL_ROOM (TKVI_SPILL_SIDE + 64u)
+#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+#define TKVI_OFFLOAD_CHECKSUM 8u
+#define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
 #define TKVI_FOREVER 0x3fffffff /* a length that no sequence reaches; also the most tokens of a sequence */
 
@@ -45,19 +45,19 @@ typedef struct tkvi_class {
 } tkvi_class;
 
 /* What one level of the ladder says of a layer. */
-typedef struct tkvi_rule {
+typedef struct tkvi_tier_spec {
     int hot, warm; /* tokens */
     int key[TKV_TIER_COUNT];
     int coding[TKV_TIER_COUNT]; /* of version 0, where heads share (tkvi_coding_of) */
     int shared[TKV_TIER_COUNT]; /* 1: needs a table */
-} tkvi_rule;
+} tkvi_tier_spec;
 
 typedef struct tkvi_plan {
     int stored; /* layer whose K and V this one reads: its own number, or an earlier one; -1: no cache */
     int sink, window; /* tokens; window 0: none */
     int keep;         /* widest window of all layers that read this one's blocks; 0: none */
     int sink_coding;
-    tkvi_rule now; /* of the level that the cache is at */
+    tkvi_tier_spec now; /* of the level that the cache is at */
     int allocates,
         kvquant; /* 1: a level's table has bytes that heads share (core/allocate.h); levels (learn/kvquant_tables.h) */
     int squat; /* 1: a tier's encoder wants to know the queries (learn/squat_queries.h) */
@@ -77,7 +77,7 @@ typedef struct tkvi_key {
     int tokens;
 } tkvi_key;
 
-typedef struct tkvi_shape {
+typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
     int n_codings; /* one for each key, then those of single layers */
@@ -93,7 +93,7 @@ typedef struct tkvi_shape {
     int class_of[TKVI_MAX_CODINGS];
     tkvi_class size_class[TKVI_MAX_CODINGS];
     size_t page_bytes;
-} tkvi_shape;
+} tkvi_derived_config;
 
 /* One version of the layers' tables: a piece of memory that is there when a layer has come to need it. */
 typedef struct tkvi_version {
@@ -114,11 +114,11 @@ typedef struct tkvi_tables {
     int n_keys, n_codings, n_classes;
     int any_shared, any_kvquant;
     size_t page_bytes;
-    tkvi_plan *plan;     /* [n_layers] */
-    tkvi_rule *rule;     /* [n_layers][n_levels] */
-    int n_levels, level; /* of the ladder, and where the cache is */
-    int spare;           /* pages that recoding needs under a budget */
-    tkvi_coding *coding; /* [n_codings] */
+    tkvi_plan *plan;      /* [n_layers] */
+    tkvi_tier_spec *rule; /* [n_layers][n_levels] */
+    int n_levels, level;  /* of the ladder, and where the cache is */
+    int spare;            /* pages that recoding needs under a budget */
+    tkvi_coding *coding;  /* [n_codings] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes; /* of each; 0: no layer needs tables */
@@ -130,12 +130,12 @@ typedef struct tkvi_tables {
 
 /* The coding that blocks of this layer's tier get now. */
 static int tkvi_coding_of(const tkvi_tables *t, int layer, tkv_tier tier) {
-    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_tier_spec *r = &t->plan[layer].now;
     return r->coding[tier] + (r->shared[tier] && t->current[layer] > 0 ? t->current[layer] : 0);
 }
 
 /* What the levels say of a layer, n_levels of them. */
-static tkvi_rule *tkvi_rules_of(const tkvi_tables *t, int layer) {
+static tkvi_tier_spec *tkvi_rules_of(const tkvi_tables *t, int layer) {
     return t->rule + (size_t)layer * (size_t)t->n_levels;
 }
 
@@ -150,11 +150,11 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 /* >>validate */
 static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_say(&t, field);
-    tkvi_say(&t, " is ");
-    tkvi_say_int(&t, value);
-    tkvi_say(&t, "; ");
-    tkvi_say(&t, want);
+    tkvi_append_text(&t, field);
+    tkvi_append_text(&t, " is ");
+    tkvi_append_int(&t, value);
+    tkvi_append_text(&t, "; ");
+    tkvi_append_text(&t, want);
     return TKV_ERR_CONFIG;
 }
 
@@ -164,11 +164,11 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, int layer, const char *
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
     if (layer >= 0) {
-        tkvi_say(&t, "layers[");
-        tkvi_say_int(&t, layer);
-        tkvi_say(&t, "].");
+        tkvi_append_text(&t, "layers[");
+        tkvi_append_int(&t, layer);
+        tkvi_append_text(&t, "].");
     }
-    tkvi_say(&t, field);
+    tkvi_append_text(&t, field);
     return tkvi_bad(reason, size, name, value, want);
 }
 
@@ -342,7 +342,7 @@ static const char *tkvi_policy_for(const tkv_config *cfg, tkv_policy_config *ful
     return tkvi_policy_fill(&p, full);
 }
 
-static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
+static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
@@ -353,7 +353,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_shape *h) {
 }
 
 /* Number of the coding for a pair and a room, added if new; -1 when there are too many. */
-static int tkvi_find_key(tkvi_shape *h, tkv_pair pair, int tokens) {
+static int tkvi_find_key(tkvi_derived_config *h, tkv_pair pair, int tokens) {
     int i;
     for (i = 0; i < h->n_keys; i++)
         if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
@@ -449,7 +449,8 @@ static size_t tkvi_page_size(const tkvi_class *classes, const int64_t *blocks, i
 }
 
 /* Adds the blocks, by key, that a layer has of one sequence of usual length at a level: pages are cut for it. */
-static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkvi_rule *r, int64_t *blocks) {
+static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, const tkvi_tier_spec *r,
+                              int64_t *blocks) {
     int64_t left = (tkvi_min(h->cfg.max_tokens, 4096) - p->sink + TKVI_BLOCK - 1) / TKVI_BLOCK, n;
     int64_t most[TKV_TIER_COUNT];
     int tier;
@@ -466,13 +467,13 @@ static void tkvi_usual_blocks(const tkvi_shape *h, const tkvi_plan *p, const tkv
 
 /* Can a block ever come to this tier? If not, nobody has to learn for its format. Flushing empties a hot tier, unless
  * that takes everything. */
-static int tkvi_reached(const tkv_config *cfg, const tkvi_rule *r, int tier) {
+static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_HOT && r->hot == TKVI_FOREVER) return 0;
     return tier != TKV_ARCHIVE || r->warm < cfg->max_tokens;
 }
 
 /* What a level says of a layer; its codings become keys of the shape. 0: there are too many. */
-static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_rule *r) {
+static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_pair pair[TKV_TIER_COUNT];
     int tier, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
@@ -491,7 +492,7 @@ static int tkvi_rule_of(tkvi_shape *h, int layer, int level, tkvi_plan *p, tkvi_
 }
 
 /* The plan of one layer, and what each level says of it; `now` is that of the first level of the policy. */
-static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule *rule) {
+static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
     tkv_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
@@ -503,7 +504,7 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->keep = window && window < p->keep ? p->keep : window;
         }
-    for (level = 0; level < h->n_levels; level++) fits &= tkvi_rule_of(h, layer, level, p, &rule[level]);
+    for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
     p->now = rule[h->cfg.policy.min_level];
     p->sink_coding =
         p->sink ? tkvi_find_key(h, pair[TKV_HOT], p->sink + h->cfg.n_anchors) : p->now.coding[TKV_HOT];
@@ -515,14 +516,14 @@ static tkv_status tkvi_plan_of(tkvi_shape *h, int layer, tkvi_plan *p, tkvi_rule
 }
 
 /* Where heads share, the layer gets codings of its own, one for each key, `next` being the first that is free. */
-static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
+static void tkvi_own_codings(tkvi_tier_spec *rule, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
-        tkvi_rule *r = &rule[at / TKV_TIER_COUNT];
+        tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
         if (tier == TKV_HOT || !r->shared[tier]) continue;
         for (before = 0; before < at; before++) {
-            const tkvi_rule *b = &rule[before / TKV_TIER_COUNT];
+            const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
             if (b->shared[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier]) break;
         }
         if (before < at) {
@@ -535,8 +536,8 @@ static void tkvi_own_codings(tkvi_rule *rule, int n_levels, int *next) {
 }
 
 /* Recoding at a level opens a page at most for each size of block that comes out of it, before one gets empty. */
-static int tkvi_spare_of(tkvi_shape *h) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static int tkvi_recode_pages_of(tkvi_derived_config *h) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_CODINGS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.n_layers; i++) {
@@ -555,10 +556,10 @@ static int tkvi_spare_of(tkvi_shape *h) {
 }
 
 /* The config must be valid. */
-static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
+static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_CODINGS] = {0}, of_class[TKVI_MAX_CODINGS] = {0};
     int i, c, level, hot[TKVI_MAX_CODINGS] = {0};
-    tkvi_rule rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
@@ -591,7 +592,7 @@ static tkv_status tkvi_shape_of(const tkv_config *cfg, tkvi_shape *h) {
     }
     for (c = 0; c < h->n_classes; c++) /* the mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
-    h->spare = h->cfg.budget_bytes ? tkvi_spare_of(h) : 0;
+    h->spare = h->cfg.budget_bytes ? tkvi_recode_pages_of(h) : 0;
     h->page_bytes = tkvi_page_size(h->size_class, of_class, h->n_classes, h->spare);
     for (c = 0; c < h->n_classes; c++)
         h->size_class[c].slots = tkvi_slots_of(&h->size_class[c], h->page_bytes);
@@ -615,10 +616,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         st = tkvi_validate_tiers(&c, -1, why, sizeof why);
         if (st) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_say(&t, "ladder[");
-            tkvi_say_int(&t, i);
-            tkvi_say(&t, "].");
-            tkvi_say(&t, why);
+            tkvi_append_text(&t, "ladder[");
+            tkvi_append_int(&t, i);
+            tkvi_append_text(&t, "].");
+            tkvi_append_text(&t, why);
             return st;
         }
     }
@@ -654,7 +655,8 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 }
 
 /* Every field; the shape is that of the valid config. */
-static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *reason, size_t size) {
+static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
+                                size_t size) {
     const char *wrong, *field;
     float value;
     tkv_layer_config wide;
@@ -738,14 +740,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         wrong = tkvi_policy_for(cfg, &full);
         if (wrong) {
             tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_say(&t, "policy: ");
-            tkvi_say(&t, wrong);
+            tkvi_append_text(&t, "policy: ");
+            tkvi_append_text(&t, wrong);
             return TKV_ERR_CONFIG;
         }
     }
     if (!st && cfg->n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "n_anchors", cfg->n_anchors, tkvi_anchor_fault(cfg));
-    if (!st && tkvi_shape_of(cfg, shape))
+    if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->n_layers,
                         "their formats and sinks make too many kinds of blocks, or blocks of too many bytes");
     if (!st && shape->any_kvquant_keys && !cfg->rope.dim && !(cfg->kvquant & TKV_KVQUANT_POST_ROPE))
@@ -757,7 +759,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
-            if (r.k.bytes > TKVI_SPILL_SIDE || r.v.bytes > TKVI_SPILL_SIDE)
+            if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
                     reason, size, "spill.store", 1,
                     "heads of more than 128 channels in F32 are too large to be spilled: take F16");
@@ -767,7 +769,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_shape *shape, char *
 }
 
 TKV_API tkv_status tkv_config_validate(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     return tkvi_validate(cfg, &shape, reason, size);
 }
 
@@ -776,10 +778,10 @@ typedef struct tkvi_table_sizes {
     size_t plan, rule, coding, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
-static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
+static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.n_layers, heads = (size_t)h->cfg.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
-    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_rule));
+    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->coding = tkvi_align_up((size_t)h->n_codings * sizeof(tkvi_coding));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
@@ -789,7 +791,7 @@ static size_t tkvi_table_sizes_of(const tkvi_shape *h, tkvi_table_sizes *s) {
     return s->plan + s->rule + s->coding + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
-static size_t tkvi_tables_bytes(const tkvi_shape *h) {
+static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     tkvi_table_sizes s;
     return tkvi_table_sizes_of(h, &s);
 }
@@ -812,7 +814,7 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
     return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
 }
 
-static size_t tkvi_version_bytes(const tkvi_shape *h) {
+static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
     return tkvi_version_sizes_of(&h->cfg, (h->n_codings - h->n_keys) / TKVI_VERSIONS, h->any_shared,
                                  h->any_kvquant, &s);
@@ -852,7 +854,7 @@ static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
     return t->version[version].head + (size_t)layer * (size_t)t->cfg.n_kv_heads;
 }
 
-static void tkvi_coding_init(tkvi_coding *c, const tkvi_shape *h, int key) {
+static void tkvi_coding_init(tkvi_coding *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
@@ -928,7 +930,7 @@ static void tkvi_coding_kvquant(const tkvi_tables *t, tkvi_coding *c, int layer,
     }
 }
 
-static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
+static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
     int i, n, v, next = h->n_keys;
@@ -945,7 +947,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     t->n_levels = h->n_levels;
     t->spare = h->spare;
     t->plan = (tkvi_plan *)(void *)mem;
-    t->rule = (tkvi_rule *)(void *)(mem += s.plan);
+    t->rule = (tkvi_tier_spec *)(void *)(mem += s.plan);
     t->coding = (tkvi_coding *)(void *)(mem += s.rule);
     t->size_class = (tkvi_class *)(void *)(mem += s.coding);
     record = (tkvi_record *)(void *)(mem += s.size_class);
@@ -962,7 +964,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_shape *h, uint8_t *mem) {
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_rule *rule = tkvi_rules_of(t, i);
+        tkvi_tier_spec *rule = tkvi_rules_of(t, i);
         (void)tkvi_plan_of(h, i, p, rule); /* all keys are known by now */
         if (p->stored != i) continue;
         tkvi_own_codings(rule, h->n_levels, &next);

@@ -37,39 +37,39 @@ typedef struct tkvi_block {
     int16_t
         packed; /* 0: its tokens are at start, start + 1, ...; else it has so many, at start + notes' where[i] */
     uint16_t
-        via; /* 0, or 1 + the coding between the hot format and this one: step/recompute.h goes the same way */
+        previous_coding; /* 0, or 1 + the coding between the hot format and this one (step/recompute.h) */
     uint16_t copy;      /* 0, or 1 + the coding of an exact copy outside */
     uint16_t copy_mark; /* of the last one of this number, in whatever life */
 } tkvi_block;
 
 /* What is kept of a block's tokens where some may be dropped, or their importance counts. */
-typedef struct tkvi_notes {
-    uint16_t where[64]; /* positions, of a packed block (tkvi_at) */
-    uint32_t mass[64];  /* attention that they got, or norms of their keys (reclaim/scores.h) */
-    uint64_t pinned;    /* bits: they stay */
-    uint64_t passing;   /* bits: they stay while the list is shorter than `until` */
-    uint64_t anchored;  /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
-    uint64_t chosen;    /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
+typedef struct tkvi_token_meta {
+    uint16_t where[64];      /* positions, of a packed block (tkvi_at) */
+    uint32_t mass[64];       /* attention that they got, or norms of their keys (reclaim/scores.h) */
+    uint64_t pinned;         /* bits: they stay */
+    uint64_t temporary_pins; /* bits: they stay while the list is shorter than `until` */
+    uint64_t anchored;       /* bits, also in `gone`: exact in the sinks' block, their place here is kept */
+    uint64_t chosen; /* bits: they go when it is sure that all may that shall (reclaim/evict_tokens.h) */
     int until;
     int step;  /* when mass was last added to */
     int moved; /* 0, or 1 + the list's length when the block last changed its tier */
-} tkvi_notes;
+} tkvi_token_meta;
 
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
-    int keep_all;    /* in place: pages are never given back */
-    int spare;       /* free pages that only recoding may use */
-    int64_t cushion; /* free pages that are not given back: they would be asked for again soon */
+    int keep_all;            /* in place: pages are never given back */
+    int spare;               /* free pages that only recoding may use */
+    int64_t kept_free_pages; /* free pages that are not given back: they would be asked for again soon */
     int64_t allowed; /* pages that an operation may come to in place, with the spare ones; 0: all there are */
     tkvi_page *page;
     uint32_t n_pages, page_cap; /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages;
     tkvi_block *block;
-    tkvi_notes *notes;                        /* of each block, behind them; NULL: nobody asks for any */
+    tkvi_token_meta *token_meta;              /* of each block, behind them; NULL: nobody asks for any */
     uint32_t n_blocks, block_cap, free_block; /* n_blocks: live ones */
-    uint32_t n_spilled;                       /* of them, those whose bytes are not in RAM ... */
-    uint32_t n_absent;                        /* ... and of these, those that nobody has */
+    uint32_t n_offloaded;                     /* of them, those whose bytes are not in RAM ... */
+    uint32_t n_discarded;                     /* ... and of these, those that nobody has */
     uint64_t marks;                           /* what was stored last (reclaim/offload.h): 47 bits */
     uint32_t *room;                           /* per class: first page with room */
     int64_t *live;                            /* per class: blocks */
@@ -114,13 +114,13 @@ static uint32_t tkvi_cap_for(int64_t want) {
     return cap;
 }
 
-static int tkvi_takes_notes(const tkv_config *cfg) {
+static int tkvi_keeps_token_meta(const tkv_config *cfg) {
     return cfg->evict.kind != TKV_EVICT_NONE || cfg->importance_every > 0 || cfg->n_anchors > 0;
 }
 
 /* Bytes of an entry of the block table, its notes included. */
 static size_t tkvi_block_entry(const tkv_config *cfg) {
-    return sizeof(tkvi_block) + (tkvi_takes_notes(cfg) ? sizeof(tkvi_notes) : 0);
+    return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
@@ -135,12 +135,13 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
     if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (had && pool->notes) memcpy(bigger + cap * sizeof(tkvi_block), pool->notes, had * sizeof(tkvi_notes));
+    if (had && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, had * entry);
     pool->block = (tkvi_block *)(void *)bigger;
-    pool->notes = tkvi_takes_notes(&pool->tables->cfg)
-                      ? (tkvi_notes *)(void *)(bigger + cap * sizeof(tkvi_block))
-                      : NULL;
+    pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
+                           ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
+                           : NULL;
     pool->block_cap = cap;
     for (i = cap; i-- > had;) {
         pool->block[i].page = pool->free_block;
@@ -191,8 +192,8 @@ static int64_t tkvi_promised_pages(const tkvi_pool *pool) {
 
 /* Free pages beyond what reservations need, and beyond the cushion, go back. The last entry of the page table moves
  * into the hole. */
-static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
-    const int64_t keep = pool->spare + cushion + tkvi_promised_pages(pool);
+static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
+    const int64_t keep = pool->spare + kept_free_pages + tkvi_promised_pages(pool);
     if (pool->keep_all) return;
     while ((int64_t)pool->n_free_pages > keep) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
@@ -220,7 +221,7 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t cushion) {
     }
 }
 
-static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->cushion); }
+static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->kept_free_pages); }
 
 /* >>slots */
 static uint8_t *tkvi_slot_bytes(const tkvi_pool *pool, uint32_t page, int slot) {
@@ -319,9 +320,9 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int coding, int start) {
     b->start = start;
     b->gone = 0;
     b->packed = 0;
-    b->via = 0;
+    b->previous_coding = 0;
     b->copy = 0;
-    if (pool->notes) memset(&pool->notes[id], 0, sizeof *pool->notes);
+    if (pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
     return id;
 }
@@ -342,42 +343,42 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int coding, tkvi_rew
 }
 
 /* >>outside: what the caller's store has of a block, under key 2 * number + this */
-typedef enum tkvi_outside { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_outside;
+typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
-static int tkvi_spilled(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
+static int tkvi_is_offloaded(const tkvi_block *b) { return (b->page & TKVI_OUTSIDE) != 0; }
 
 /* Not even outside: a model must compute it again. */
-static int tkvi_absent(const tkvi_block *b) { return b->page == TKVI_NIL; }
+static int tkvi_is_discarded(const tkvi_block *b) { return b->page == TKVI_NIL; }
 
 /* The mark of what was stored of it. */
-static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_outside what) {
+static uint64_t tkvi_mark_of(const tkvi_block *b, tkvi_stored_as what) {
     return what == TKVI_COPY ? b->copy_mark : (uint64_t)(b->page & ~TKVI_OUTSIDE) << 16 | b->slot;
 }
 
-static uint32_t tkvi_store_key(uint32_t id, tkvi_outside what) { return 2 * id + (uint32_t)what; }
+static uint32_t tkvi_store_key(uint32_t id, tkvi_stored_as what) { return 2 * id + (uint32_t)what; }
 
-static void tkvi_drop_key(const tkvi_pool *pool, uint32_t id, tkvi_outside what) {
+static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
     const tkv_spill_config *s = &pool->tables->cfg.spill;
     if (s->drop) s->drop(s->user, tkvi_store_key(id, what));
 }
 
 /* Its tokens are no longer where the exact copy has them, or it dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (pool->block[id].copy) tkvi_drop_key(pool, id, TKVI_COPY);
+    if (pool->block[id].copy) tkvi_erase_key(pool, id, TKVI_COPY);
     pool->block[id].copy = 0;
 }
 
 /* It is in RAM again, or dies. */
-static void tkvi_forget_spilled(tkvi_pool *pool, uint32_t id) {
-    if (tkvi_absent(&pool->block[id])) pool->n_absent--;
-    else tkvi_drop_key(pool, id, TKVI_ITSELF);
-    pool->n_spilled--;
+static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
+    if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
+    else tkvi_erase_key(pool, id, TKVI_ITSELF);
+    pool->n_offloaded--;
 }
 
 static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     tkvi_block *b = &pool->block[id];
     if (--b->refs) return;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, id);
     else tkvi_give_slot(pool, b->page, b->slot);
     tkvi_forget_copy(pool, id);
     b->page = pool->free_block;

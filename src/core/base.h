@@ -296,12 +296,12 @@ static tkvi_text tkvi_text_begin(char *buf, size_t size) {
     return t;
 }
 
-static void tkvi_say(tkvi_text *t, const char *s) {
+static void tkvi_append_text(tkvi_text *t, const char *s) {
     for (; t->at && *s && t->left; t->left--) *t->at++ = *s++;
     if (t->at) *t->at = 0;
 }
 
-static void tkvi_say_int(tkvi_text *t, int64_t n) {
+static void tkvi_append_int(tkvi_text *t, int64_t n) {
     char digits[24];
     int i = 23;
     uint64_t u = n < 0 ? 0u - (uint64_t)n : (uint64_t)n;
@@ -309,7 +309,7 @@ static void tkvi_say_int(tkvi_text *t, int64_t n) {
     do digits[--i] = (char)('0' + (int)(u % 10u));
     while (u /= 10u);
     if (n < 0) digits[--i] = '-';
-    tkvi_say(t, digits + i);
+    tkvi_append_text(t, digits + i);
 }
 
 /* >>locks, for a few instructions. Where there are no atomics they do nothing: see who uses them. */

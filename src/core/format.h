@@ -29,14 +29,14 @@ struct tkvi_side;
 struct tkvi_columns;
 struct tkvi_rope;
 struct tkvi_kvquant;
-struct tkvi_helpers;
+struct tkvi_simd_ops;
 
 /* Tokens first .. first+n-1 of a side. Same bits on every machine: at most one rounding per value. */
-typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_helpers *help, const uint8_t *src,
+typedef void (*tkvi_decoder)(const struct tkvi_side *s, const struct tkvi_simd_ops *help, const uint8_t *src,
                              int first, int n, float *x, size_t stride);
 
 /* >>helpers: steps that formats ask of the instruction set. What stands here is their definition. */
-typedef struct tkvi_helpers {
+typedef struct tkvi_simd_ops {
     void (*halves)(const uint8_t *src, int n, float *dst);        /* fp16 to float */
     void (*to_halves)(const float *x, int n, uint8_t *dst);       /* finite floats to fp16 */
     void (*logs)(const uint8_t *src, int n, int top, float *dst); /* core/log_scale.h */
@@ -46,7 +46,7 @@ typedef struct tkvi_helpers {
     void (*log_codes)(const float *x, int n, int top, uint8_t *dst); /* core/log_scale.h */
     /* Encoding. A tile's codes to its bytes, which were cleared (core/tile.h); a tile of K from its columns. */
     void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
-    void (*weave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
+    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
     /* Codes, then metadata of 16 columns of K (formats/a.h); codes and scales of V (formats/r.h). */
     void (*columns)(struct tkvi_columns *c);
     void (*settle)(struct tkvi_columns *c, int top);
@@ -56,7 +56,7 @@ typedef struct tkvi_helpers {
     void (*groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                    uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
     tkvi_decoder tiles; /* a side of tiles (formats/tiles.h) */
-} tkvi_helpers;
+} tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
@@ -103,7 +103,7 @@ static void tkvi_log_codes_scalar(const float *x, int n, int top, uint8_t *dst) 
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_weave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
@@ -126,17 +126,18 @@ typedef struct tkvi_codec {
     /* Sets runs (if no share did), groups, code_bytes, meta_bytes, levels from dim, pad and group. */
     void (*layout)(struct tkvi_side *s);
     /* Writes the whole side. n tokens, 1..64; those beyond n get code 0. Same bytes on every machine. */
-    void (*encode)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+    void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
     /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
-    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+    void (*meta)(const struct tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                  float *zero);
     /* Exact formats: writes one token of a side that was cleared when it was made. NULL for the others. */
-    void (*put)(const struct tkvi_side *s, const tkvi_helpers *help, const float *x, int token, uint8_t *dst);
+    void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,
+                uint8_t *dst);
 } tkvi_codec;
 
 /* Exact ones are floats: tokens can be added one by one and cut off again. */
@@ -271,13 +272,13 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &o, share);
 }
 
-static void tkvi_encode_side(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     s->format->side[s->which].encode(s, help, x, stride, n, dst);
 }
 
 /* What tkvi_decode_side in formats/table.h gives, by `help`. */
-static void tkvi_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first, int n,
+static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
     s->format->side[s->which].decode(s, help, src, first, n, x, stride);
 }

@@ -155,7 +155,7 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
 }
 
 /* Turns a key of this position as the model did (back 0), or takes it back (1). */
-static void tkvi_rope_turn(const tkvi_rope *rope, int64_t position, int back, float *x) {
+static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;

@@ -37,19 +37,19 @@ struct tkvcu {
 /* >>errors */
 static int tkvcu_fail(tkvcu *cu, int status, const char *what, int64_t number, const char *more) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
-    tkvi_say(&t, what);
+    tkvi_append_text(&t, what);
     if (more) {
-        tkvi_say(&t, " ");
-        tkvi_say_int(&t, number);
-        tkvi_say(&t, more);
+        tkvi_append_text(&t, " ");
+        tkvi_append_int(&t, number);
+        tkvi_append_text(&t, more);
     }
     return status;
 }
 
 static int tkvcu_refuse(tkvcu *cu, int status, const char *what, const char *which) {
     tkvi_text t = tkvi_text_begin(cu->error, sizeof cu->error);
-    tkvi_say(&t, what);
-    tkvi_say(&t, which);
+    tkvi_append_text(&t, what);
+    tkvi_append_text(&t, which);
     return status;
 }
 
@@ -63,10 +63,10 @@ static int tkvcu_launched(tkvcu *cu) { return tkvcu_checked(cu, cudaGetLastError
 /* >>what is supported */
 static int tkvcu_no(char *reason, size_t size, const char *why, int layer) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_say(&t, why);
+    tkvi_append_text(&t, why);
     if (layer >= 0) {
-        tkvi_say(&t, ", layer ");
-        tkvi_say_int(&t, layer);
+        tkvi_append_text(&t, ", layer ");
+        tkvi_append_int(&t, layer);
     }
     return TKVCU_ERR_UNSUPPORTED;
 }
@@ -136,7 +136,7 @@ static int tkvcu_key_of(const tkvi_plan *p, int region) {
 }
 
 typedef struct tkvcu_plan { /* what a description comes to */
-    tkvi_shape shape;
+    tkvi_derived_config shape;
     int n_seqs, max_tokens, max_queries;
     tkvcu_layer *layer;
     tkvcu_list *lists;
@@ -214,7 +214,7 @@ static int tkvcu_plan_of(const tkvcu_desc *desc, tkvcu_plan *d, tkvcu_arena *a, 
     d->stage = tkvcu_sides(cfg) * sizeof(tkvcu_side) + tkvcu_positions(cfg) * (sizeof(float) + 1);
     for (i = 0; i < cfg->n_layers; i++) {
         tkvi_plan p;
-        tkvi_rule rule[TKV_MAX_LEVELS];
+        tkvi_tier_spec rule[TKV_MAX_LEVELS];
         tkvcu_view v;
         (void)tkvi_plan_of(&d->shape, i, &p, rule);
         if (p.stored != i) continue;

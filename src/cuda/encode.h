@@ -330,7 +330,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_desk<Dim> *d) {
     for (i = 0; i < TKVCU_PART; i++)
         *tkvi_k_code(d->code, position, TKVCU_LINE * i + part) = (uint8_t)tkvi_cut_code(
             u[i], tkvi_a_ranges[best].cut[c.width], tkvi_a_ranges[best].by[c.width], (1 << c.width) - 1);
-    beyond = tkvi_a_settle(&c, s->top, &log, &by, &middle);
+    beyond = tkvi_a_finalize_scales(&c, s->top, &log, &by, &middle);
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;

@@ -158,7 +158,7 @@ static const char *tkvcu_list_fault(const tkvcu *cu, const tkv_cache *kv, int se
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const int region = tkvcu_region_of(list, i, &block);
-        if (tkvi_spilled(b)) return "a block is outside RAM";
+        if (tkvi_is_offloaded(b)) return "a block is outside RAM";
         if (b->gone || b->packed) return "tokens were dropped";
         if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
@@ -303,7 +303,7 @@ static int tkvcu_tables_clash(const tkvcu *cu, const tkv_cache *kv, int layer, c
 
 /* Memory for tables and blocks of the sequence, or nothing has changed. */
 static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_taken *t) {
-    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int layer, i, block, v, want = 1;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
@@ -319,11 +319,11 @@ static int tkvcu_export_ready(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvc
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
             const int region = tkvcu_region_of(&list, i, &block);
-            tkvi_peak_take(&paper, tkvcu_host_coding(kv, layer, region, 0));
+            tkvi_peak_take(&dry_run, tkvcu_host_coding(kv, layer, region, 0));
         }
         want = tkvi_max(want, list.n + 1);
     }
-    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &paper))
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
                           NULL);
     return TKV_OK;
@@ -379,7 +379,7 @@ int tkvcu_export(tkvcu *cu, int seq, tkv_cache *kv, int host_seq, tkvcu_stream s
                 st = tkvcu_export_layer(cu, seq, kv, host_seq, layer, &t, stream);
         if (!st) st = tkvcu_checked(cu, cudaStreamSynchronize(stream));
         if (st) (void)tkv_reset(kv, host_seq); /* what came is not whole */
-        else tkvi_settle(kv, host_seq);
+        else tkvi_release_unused(kv, host_seq);
     }
     free(t.list);
     free(t.version);

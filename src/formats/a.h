@@ -190,7 +190,8 @@ TKVI_FN int tkvi_a_offset(double mean, float scale, int sum_c, int n, int width)
 }
 
 /* Metadata of a column; 1: its mean is too far for them. */
-TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset, float *middle) {
+TKVI_FN int tkvi_a_finalize_scales(const tkvi_column *c, int top, uint8_t *log, uint8_t *offset,
+                                   float *middle) {
     double mean = tkvi_a_mean(c);
     float cov = tkvi_covariance(c->n, c->sum_c, c->sum_u, c->sum_cu), scale = 0.0f;
     float var = tkvi_covariance(c->n, c->sum_u, c->sum_u, c->sum_uu);
@@ -207,12 +208,12 @@ TKVI_FN int tkvi_a_settle(const tkvi_column *c, int top, uint8_t *log, uint8_t *
     return c->width && (by < -127 || by > 127 || (*log == 0 && mean != 0.0));
 }
 
-static void tkvi_settle_scalar(tkvi_columns *c, int top) {
+static void tkvi_finalize_scales_scalar(tkvi_columns *c, int top) {
     int l;
     c->beyond_mask = 0;
     for (l = 0; l < TKVI_LANES; l++) {
         tkvi_column one = tkvi_column_of(c, l);
-        int beyond = tkvi_a_settle(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
+        int beyond = tkvi_a_finalize_scales(&one, top, &c->log[l], &c->offset[l], &c->middle[l]);
         c->beyond_mask |= (uint32_t)beyond << l;
     }
 }
@@ -262,7 +263,7 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
     *offset = (uint8_t)(width ? by : half >> 8);
 }
 
-static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* by channel */
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
@@ -302,7 +303,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     }
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* bytes, by position */
         for (end = p + 4 * s->runs.n[width]; p < end; p += 4) {
-            help->weave(column, channel + p, tile);
+            help->interleave(column, channel + p, tile);
             help->pack_tile(dst, &at, width, tile);
             tkvi_next_tile(&at, width);
         }
@@ -312,7 +313,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     }
 }
 
-static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;

@@ -29,12 +29,12 @@ static float tkvi_load_bf16(const uint8_t *src) { return tkvi_bf16_to_f32(tkvi_l
 /* n values of a row and back; reading 16 at a time: gcc -O2 has vectors only for loops of known length, into nobody
  * else's memory. */
 #define TKVI_EXACT_ROW_(t, size)                                                                             \
-    static void tkvi_##t##_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {             \
+    static void tkvi_##t##_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {            \
         int c;                                                                                               \
         (void)help;                                                                                          \
         for (c = 0; c < n; c++) tkvi_store_##t(dst + c * (size), x[c]);                                      \
     }                                                                                                        \
-    static void tkvi_##t##_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {             \
+    static void tkvi_##t##_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {            \
         float y[16];                                                                                         \
         int c, k;                                                                                            \
         (void)help;                                                                                          \
@@ -48,29 +48,29 @@ TKVI_EXACT_ROW_(f32, 4)
 TKVI_EXACT_ROW_(bf16, 2)
 #undef TKVI_EXACT_ROW_
 
-static void tkvi_f16_save(const tkvi_helpers *help, const float *x, int n, uint8_t *dst) {
+static void tkvi_f16_save(const tkvi_simd_ops *help, const float *x, int n, uint8_t *dst) {
     help->to_halves(x, n, dst);
 }
 
-static void tkvi_f16_read(const tkvi_helpers *help, const uint8_t *src, int n, float *x) {
+static void tkvi_f16_read(const tkvi_simd_ops *help, const uint8_t *src, int n, float *x) {
     help->halves(src, n, x);
 }
 
 /* The same for each type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
-    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_helpers *help, const float *x, int token,      \
+    static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, int token,     \
                                uint8_t *dst) {                                                               \
         uint8_t *row = dst + token * s->pad * (size);                                                        \
         tkvi_##t##_save(help, x, s->dim, row);                                                               \
         memset(row + s->dim * (size), 0, (size_t)((s->pad - s->dim) * (size)));                              \
     }                                                                                                        \
-    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x,              \
+    static void tkvi_##t##_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,             \
                                   size_t stride, int n, uint8_t *dst) {                                      \
         int i;                                                                                               \
         memset(dst, 0, s->bytes);                                                                            \
         for (i = 0; i < n; i++) tkvi_##t##_put(s, help, x + (size_t)i * stride, i, dst);                     \
     }                                                                                                        \
-    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,          \
+    static void tkvi_##t##_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,         \
                                   int first, int n, float *x, size_t stride) {                               \
         int i;                                                                                               \
         for (i = 0; i < n; i++)                                                                              \

@@ -109,7 +109,7 @@ static void tkvi_groups_scalar(const tkvi_side *s, const float *x, size_t stride
         for (g = 0; g < s->groups; g++) tkvi_kivi_row(s, x + (size_t)i * stride, g, i, code, meta);
 }
 
-static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     memset(dst, 0, s->bytes);
@@ -118,17 +118,17 @@ static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_helpers *help, const
     tkvi_pack(s, help, code, dst);
 }
 
-static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_helpers *help, float *scale, float *zero) {
+static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *help, float *scale, float *zero) {
     help->halves(m, n, scale);
     help->halves(m + 2 * n, n, zero);
 }
 
-static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_kivi_k_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                              float *zero) {
     tkvi_kivi_meta(src + s->code_bytes, s->groups * s->pad, help, scale, zero);
 }
 
-static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                              float *zero) {
     tkvi_kivi_meta(src + s->code_bytes, s->groups * TKVI_BLOCK, help, scale, zero);
 }

@@ -127,7 +127,7 @@ static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot,
 static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
     int c;
     for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
-    if (rope) tkvi_rope_turn(rope, position, 1, y);
+    if (rope) tkvi_rope_rotate(rope, position, 1, y);
 }
 
 /* Ranges of the block's channels, to the end of its bytes. */
@@ -165,8 +165,8 @@ static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_k
     return r->radius != NULL;
 }
 
-static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                                  int n, uint8_t *dst) {
+static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
+                                  size_t stride, int n, uint8_t *dst) {
     tkvi_kvquant_ranges r;
     tkvi_kvquant_coder e;
     tkvi_book standard;
@@ -235,8 +235,8 @@ static void tkvi_kvquant_token_of(const float *x, int dim, int slots, tkvi_kvqua
     k->middle = tkvi_f16_to_f32(tkvi_f32_to_f16(k->middle));
 }
 
-static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
-                                  int n, uint8_t *dst) {
+static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x,
+                                  size_t stride, int n, uint8_t *dst) {
     tkvi_kvquant_coder e;
     tkvi_book standard;
     int t, c, i;
@@ -284,8 +284,8 @@ static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t,
         if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_half_at(p + 1));
 }
 
-static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     uint32_t stored = tkvi_load32(src + s->code_bytes);
     int64_t start = stored < 0x80000000u ? (int64_t)stored : (int64_t)stored - ((int64_t)1 << 32);
@@ -301,12 +301,12 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_helpers *help, 
         }
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
         tkvi_kvquant_outliers(s, src, t, x);
-        if (s->rope) tkvi_rope_turn(s->rope, start + t, 0, x);
+        if (s->rope) tkvi_rope_rotate(s->rope, start + t, 0, x);
     }
 }
 
-static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     size_t row = tkvi_kvquant_places(s).row;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));

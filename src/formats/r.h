@@ -175,7 +175,7 @@ TKVI_FN float tkvi_r_close(const tkvi_side *s, int t, int n, tkvi_codes code, fl
     return s->pairs ? tkvi_f32(scale * 64.0f) : scale; /* levels are small steps: into the same window */
 }
 
-static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride, int n,
+static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED tkvi_codes code;
     TKVI_ALIGNED float scale[TKVI_BLOCK];
@@ -188,7 +188,7 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_helpers *help, const fl
     tkvi_pack(s, help, code, dst);
 }
 
-static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_helpers *help, float *scale,
+static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
     const float by = s->pairs ? 1.0f / 64.0f : 1.0f;

@@ -97,7 +97,7 @@ static const uint16_t *tkvi_feed(float *x, int stride, int n, int c, int end, in
     return u;
 }
 
-static void tkvi_squat_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; errors of the channels that are done */

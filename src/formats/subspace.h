@@ -25,7 +25,7 @@ static void tkvi_subspace_layout(tkvi_side *s) {
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
 
-static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                                  int n, uint8_t *dst) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
@@ -48,7 +48,7 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_helpers *help, c
     }
 }
 
-static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;

@@ -59,10 +59,10 @@
         }                                                                                                    \
     }
 
-static const tkvi_helpers tkvi_helpers_scalar = {
-    tkvi_halves_scalar,    tkvi_to_halves_scalar, tkvi_logs_scalar,   tkvi_zeros_scalar,
-    tkvi_log_codes_scalar, tkvi_pack_tile,        tkvi_weave_scalar,  tkvi_columns_scalar,
-    tkvi_settle_scalar,    tkvi_tokens_scalar,    tkvi_groups_scalar, tkvi_tiles_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_scalar = {
+    tkvi_halves_scalar,          tkvi_to_halves_scalar, tkvi_logs_scalar,       tkvi_zeros_scalar,
+    tkvi_log_codes_scalar,       tkvi_pack_tile,        tkvi_interleave_scalar, tkvi_columns_scalar,
+    tkvi_finalize_scales_scalar, tkvi_tokens_scalar,    tkvi_groups_scalar,     tkvi_tiles_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -114,7 +114,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 /* The definition of what is stored. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
-    tkvi_values(s, &tkvi_helpers_scalar, src, first, n, x, stride);
+    tkvi_values(s, &tkvi_simd_ops_scalar, src, first, n, x, stride);
 }
 
 static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f < TKV_FORMAT_COUNT; }
@@ -192,7 +192,7 @@ TKV_API tkv_status tkv_encode(const tkv_codec *c, const float *x, ptrdiff_t stri
         for (i = 0; i < s.dim; i++)
             if (!tkvi_is_finite(x[t * stride + i])) return TKV_ERR_NONFINITE;
     tkvi_codec_rope(c, &s, &rope);
-    tkvi_encode_side(&s, &tkvi_helpers_scalar, x, (size_t)stride, n_tokens, (uint8_t *)dst);
+    tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)stride, n_tokens, (uint8_t *)dst);
     return TKV_OK;
 }
 

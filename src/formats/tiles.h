@@ -26,7 +26,7 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane,
     return &code[l / 16u * 4u + t / 16u][t % 16u / 4u * 64u + l % 16u * 4u + t % 4u];
 }
 
-static void tkvi_pack(const tkvi_side *s, const tkvi_helpers *help, tkvi_codes code, uint8_t *dst) {
+static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *help, tkvi_codes code, uint8_t *dst) {
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -55,7 +55,7 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
     }
 }
 
-static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
@@ -90,7 +90,7 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
     return tkvi_f32(product + zero);
 }
 
-static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     tkvi_tile_at at = tkvi_tiles(&s->runs);
@@ -115,13 +115,13 @@ static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_helpers *help, co
 }
 
 /* >>both */
-static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_scalar(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     if (s->which == TKV_K) tkvi_tiles_k_values(s, help, src, first, n, x, stride);
     else tkvi_tiles_v_values(s, help, src, first, n, x, stride);
 }
 
-static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_tiles_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     help->tiles(s, help, src, first, n, x, stride);
 }

@@ -93,7 +93,7 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
     }
 }
 
-static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, const float *x, size_t stride,
+static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *help, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);
@@ -129,7 +129,7 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_helpers *help, cons
     }
 }
 
-static void tkvi_token_decode(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
+static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
     tkvi_token_at at = tkvi_token_places(s);

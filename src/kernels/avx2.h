@@ -182,8 +182,8 @@ static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_weave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
-                                             uint8_t *tile) {
+static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
+                                                  uint8_t *tile) {
     int j;
     for (j = 0; j < TKVI_BLOCK; j += 16) {
         __m128i a = tkvi_bytes16_avx2(column[channel[0]] + j), b = tkvi_bytes16_avx2(column[channel[1]] + j);
@@ -237,7 +237,7 @@ TKVI_FLAT_AVX2 __m128i tkvi_4ints_avx2(const int32_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_settle_avx2(tkvi_columns *c, int top) {
+static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top) {
     const __m256d n = _mm256_set1_pd((double)c->n), n2 = _mm256_set1_pd((double)(2 * c->n));
     const __m128 none = _mm_setzero_ps();
     const __m128i one = _mm_set1_epi32(1), count = _mm_set1_epi32(c->n);
@@ -416,8 +416,8 @@ static TKVI_TARGET_AVX2 void tkvi_columns_avx2(tkvi_columns *c) {
 
 /* Tokens: a lane of 32 bits for a channel. */
 /* A token rotated, and zeros to the next multiple of 32; returns its largest size. */
-TKVI_FLAT_AVX2 float tkvi_turn_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                    float *y) {
+TKVI_FLAT_AVX2 float tkvi_transpose_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                         float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m256 most;
     int c;
@@ -564,8 +564,8 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
         memset(squares, 0, sizeof squares);
         memset(sum, 0, sizeof sum);
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] =
-                tkvi_turn_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+            most[t] = tkvi_transpose_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                          flip, y[t]);
         for (t = 0; t < TKVI_LANES; t += 8) {
             __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
             __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -594,10 +594,10 @@ static TKVI_TARGET_AVX2 void tkvi_tokens_avx2(const tkvi_side *s, const float *x
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx2 = {tkvi_halves_avx2, tkvi_to_halves_avx2, tkvi_logs_avx2,
-                                               tkvi_zeros_avx2,  tkvi_log_codes_avx2, tkvi_pack_tile_avx2,
-                                               tkvi_weave_avx2,  tkvi_columns_avx2,   tkvi_settle_avx2,
-                                               tkvi_tokens_avx2, tkvi_groups_avx2,    tkvi_tile_values_avx2};
+static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
+    tkvi_halves_avx2,          tkvi_to_halves_avx2, tkvi_logs_avx2,       tkvi_zeros_avx2,
+    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx2,
+    tkvi_finalize_scales_avx2, tkvi_tokens_avx2,    tkvi_groups_avx2,     tkvi_tile_values_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -830,8 +830,8 @@ static TKVI_TARGET_AVX2 void tkvi_rows_avx2(const tkvi_reading *r, int from, int
 }
 
 /* Turns a row in the order of the vectors, by minus the angle if `back`. */
-static TKVI_TARGET_AVX2 void tkvi_turn_row_avx2(const tkvi_reading *r, const float *cosine, const float *sine,
-                                                int back, float *x) {
+static TKVI_TARGET_AVX2 void tkvi_transpose_row_avx2(const tkvi_reading *r, const float *cosine,
+                                                     const float *sine, int back, float *x) {
     const __m256 sign =
         _mm256_castsi256_ps(_mm256_set1_epi32(back ? INT32_MIN : 0)); /* -ffast-math has no -0 */
     int v, h;
@@ -855,7 +855,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
     tkvi_reading rd;
     tkvi_side plain;
     int from, r, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
         return;
     }
@@ -870,11 +870,11 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_turn_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
-                               turned + 16 * r * rd.vectors);
+            tkvi_transpose_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
+                                    from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+                                    turned + 16 * r * rd.vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_turn_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
+            tkvi_transpose_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, turned + 16 * r * rd.vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
@@ -890,7 +890,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
     tkvi_side plain;
     float *o = s->grid && s->rotate ? sum : out;
     int from, r, c;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx2)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
         tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
         return;
     }
@@ -1334,7 +1334,7 @@ static void tkvi_dot_avx2(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx2 = {&tkvi_helpers_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
+static const tkvi_steps tkvi_steps_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
                                            tkvi_dot_avx2, 0};
 
 static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -1348,8 +1348,8 @@ static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint
     tkvi_tiles_v(&tkvi_steps_avx2, s, src, next, p, rows, n, planes, out);
 }
 
-static int tkvi_weigh_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_avx2 = {
@@ -1357,10 +1357,10 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     "avx2",
     {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2, tkvi_decoded_k_avx2},
     {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2, tkvi_decoded_v_avx2},
-    &tkvi_helpers_avx2,
+    &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
-    tkvi_weigh_avx2,
+    tkvi_softmax_step_avx2,
 };
 
 #endif /* TKVI_X86 */

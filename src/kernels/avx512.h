@@ -191,8 +191,8 @@ static TKVI_TARGET_AVX512 void tkvi_columns_avx512(tkvi_columns *c) {
 }
 
 /* Tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_turn_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                        float *y) {
+TKVI_FLAT_AVX512 float tkvi_transpose_avx512(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                             float *y) {
     const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
     __m512 most;
     int c;
@@ -334,8 +334,8 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
         __m512 m, v;
         __mmask16 some;
         for (t = 0; t < fours; t++) /* a token that is not there: its neighbour's codes, to be cleared */
-            most[t] =
-                tkvi_turn_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
+            most[t] = tkvi_transpose_avx512(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                            flip, y[t]);
         m = _mm512_min_ps(_mm512_maskz_loadu_ps(there, most), _mm512_set1_ps(1e30f));
         some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
         _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
@@ -356,10 +356,10 @@ static TKVI_TARGET_AVX512 void tkvi_tokens_avx512(const tkvi_side *s, const floa
     }
 }
 
-static const tkvi_helpers tkvi_helpers_avx512 = {
-    tkvi_halves_avx512,  tkvi_to_halves_avx2, tkvi_logs_avx512, tkvi_zeros_avx512,
-    tkvi_log_codes_avx2, tkvi_pack_tile_avx2, tkvi_weave_avx2,  tkvi_columns_avx512,
-    tkvi_settle_avx2,    tkvi_tokens_avx512,  tkvi_groups_avx2, tkvi_tile_values_avx512};
+static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
+    tkvi_halves_avx512,        tkvi_to_halves_avx2, tkvi_logs_avx512,     tkvi_zeros_avx512,
+    tkvi_log_codes_avx2,       tkvi_pack_tile_avx2, tkvi_interleave_avx2, tkvi_columns_avx512,
+    tkvi_finalize_scales_avx2, tkvi_tokens_avx512,  tkvi_groups_avx2,     tkvi_tile_values_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -691,8 +691,8 @@ TKVI_DECODED_K_(turning, TKVI_CODES_TABLE, 1, 1)
 #undef TKVI_DECODED_K_
 
 /* Turns 16 v channels in the order of the vectors back. */
-TKVI_FLAT_AVX512 void tkvi_turn_back_avx512(const tkvi_reading *r, const float *cosine, const float *sine,
-                                            float *x) {
+TKVI_FLAT_AVX512 void tkvi_transpose_back_avx512(const tkvi_reading *r, const float *cosine,
+                                                 const float *sine, float *x) {
     int v;
     for (v = 0; v < r->pairs; v += 2, x += 32) {
         __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
@@ -714,7 +714,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
     TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
     tkvi_reading rd;
     int from, r, t, step, kind;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, planes, scores);
         return;
     }
@@ -729,8 +729,8 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_turn_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                  from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
+            tkvi_transpose_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
+                                       from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
@@ -807,7 +807,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
     tkvi_reading rd;
     float *o = s->grid && s->rotate ? sum : out;
     int r, c, t;
-    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_helpers_avx512)) {
+    if (!tkvi_reading_begin(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
         tkvi_decoded_v(s, src, next, p, rows, n, planes, out);
         return;
     }
@@ -1257,7 +1257,7 @@ static void tkvi_dot_avx512(tkvi_products *d, int rows) {
     tkvi_dot_rows(d, rows, dots[d->s->which]);
 }
 
-static const tkvi_steps tkvi_steps_avx512 = {&tkvi_helpers_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
+static const tkvi_steps tkvi_steps_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512, tkvi_fold_v_avx512,
                                              tkvi_dot_avx512, 128};
 
 static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
@@ -1272,7 +1272,8 @@ static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const ui
 }
 
 /* Four rows at once; rows that are not there repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_weigh_avx512(const float *s, int rows, float *m, float *sum, float *p) {
+static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
+                                                       float *p) {
     int first, r, t, seen = 0;
     for (first = 0; first < rows; first += 4) {
         const int nr = tkvi_min(4, rows - first);
@@ -1315,10 +1316,10 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
      tkvi_decoded_k_avx512},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
      tkvi_decoded_v_avx512},
-    &tkvi_helpers_avx512,
+    &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
-    tkvi_weigh_avx512,
+    tkvi_softmax_step_avx512,
 };
 
 #if defined(__GNUC__) && !defined(__clang__)

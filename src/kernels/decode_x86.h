@@ -54,7 +54,7 @@ static void tkvi_reading_levels(tkvi_reading *r, const float *level,
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
 }
 
-static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_helpers *help) {
+static int tkvi_reading_token(tkvi_reading *r, const uint8_t *src, const tkvi_simd_ops *help) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
@@ -124,7 +124,7 @@ static void tkvi_reading_order(const tkvi_reading *r, const float *from, float *
 
 /* What a side is read by; 0: nobody here knows it. */
 static int tkvi_reading_begin(tkvi_reading *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                              const tkvi_helpers *help) {
+                              const tkvi_simd_ops *help) {
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     r->s = s;

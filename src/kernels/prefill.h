@@ -21,49 +21,51 @@
 
 #include "kernels/dispatch.h"
 
-#define TKVI_MANY 32          /* rows at most */
-#define TKVI_MANY_FLOATS 4096 /* rows x channels: 16 rows beyond 128 channels; stacks are small */
-#define TKVI_LAZY 8.0f        /* weights may grow to e^8 before sums are scaled down to a new maximum */
+#define TKVI_PREFILL 32          /* rows at most */
+#define TKVI_PREFILL_FLOATS 4096 /* rows x channels: 16 rows beyond 128 channels; stacks are small */
+#define TKVI_LAZY 8.0f           /* weights may grow to e^8 before sums are scaled down to a new maximum */
 
 /* Scores become weights, in place. All arrays are [lanes]. */
 typedef struct tkvi_weighing {
     float *s; /* [64][lanes] scores, then p = exp(s - m) */
     int lanes;
-    const int32_t *low, *high; /* tokens low .. high-1 of the block are seen; NULL: all are */
-    float *m, *l;              /* as good as the maximum, and the sum of p, so far */
-    float *shrink;             /* out: what sums so far are to be multiplied by, if 1 is returned */
-    float *far_attention;      /* sum of p^2 so far, or NULL */
-    const float *hears;        /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
+    const int32_t *low, *high;  /* tokens low .. high-1 of the block are seen; NULL: all are */
+    float *m, *l;               /* as good as the maximum, and the sum of p, so far */
+    float *shrink;              /* out: what sums so far are to be multiplied by, if 1 is returned */
+    float *far_attention;       /* sum of p^2 so far, or NULL */
+    const float *sampled_lanes; /* 1 where p of this block count for far_attention, else 0; NULL: nowhere */
 } tkvi_weighing;
 
 /* Rows of queries, and what k keeps of them from block to block. */
-typedef struct tkvi_many_queries {
-    TKVI_ALIGNED float q[TKVI_MANY_FLOATS]; /* [channel as it comes][lanes] */
+typedef struct tkvi_prefill_queries {
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel as it comes][lanes] */
     TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
     TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position, if there are positions (`coded`) */
     /* Queries folded with scales of an earlier block, as integers: those of other blocks are near these. */
-    TKVI_ALIGNED int16_t whole[TKVI_MANY_FLOATS]; /* by position; k knows their order */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM]; /* of that scale, by position; 0: it is 0 */
-    TKVI_ALIGNED float unit[TKVI_MANY];           /* what they count */
-    const uint8_t *order;                         /* the order of positions */
-    int coded;                                    /* so many; 0: there are none yet */
-} tkvi_many_queries;
+    TKVI_ALIGNED int16_t whole[TKVI_PREFILL_FLOATS]; /* by position; k knows their order */
+    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];    /* of that scale, by position; 0: it is 0 */
+    TKVI_ALIGNED float unit[TKVI_PREFILL];           /* what they count */
+    const uint8_t *order;                            /* the order of positions */
+    int coded;                                       /* so many; 0: there are none yet */
+} tkvi_prefill_queries;
 
-typedef struct tkvi_many {
+typedef struct tkvi_prefill {
     /* As kernels/scalar.h has them for rows; scores: [64][lanes] */
-    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_many_queries *q, int n,
+    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
               int planes, float *scores);
     /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
               int planes, float *out);
-    int (*weigh)(const tkvi_weighing *w);
+    int (*softmax_step)(const tkvi_weighing *w);
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
     /* 16 rows of x become lanes of y: y[i][r] = x[r][i], n (a multiple of 16) of i. */
     void (*turn)(const float *x, int x_stride, int n, float *y, int y_stride);
-} tkvi_many;
+} tkvi_prefill;
 
-static int tkvi_many_lanes(int pad) { return pad <= TKVI_MANY_FLOATS / TKVI_MANY ? TKVI_MANY : 16; }
+static int tkvi_prefill_lanes(int pad) {
+    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
+}
 
 #endif /* TKVI_KERNELS_PREFILL_H */

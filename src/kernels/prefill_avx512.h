@@ -20,8 +20,8 @@
 /* >>products */
 #define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 
-TKVI_FLAT_AVX512 void tkvi_many_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
-                                           float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_out_avx512(__m512i sum, const float *by, const float *rest, const int add,
+                                              float *out) {
     __m512 from = _mm512_loadu_ps(rest);
     if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
     _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
@@ -43,11 +43,11 @@ TKVI_FLAT_AVX512 void tkvi_many_out_avx512(__m512i sum, const float *by, const f
     w += 64 * nv;                                                                                            \
     x += keys ? TKVI_BLOCK : 16;
 #define TKVI_OUT_(j)                                                                                         \
-    tkvi_many_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                            \
-    if (nv > 1) tkvi_many_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
-TKVI_FLAT_AVX512 void tkvi_many_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
-                                             const float *rest, float *out, const int keys, const int nv,
-                                             const int add) {
+    tkvi_prefill_out_avx512(a##j, by, rest, add, out + j * 16 * nv);                                         \
+    if (nv > 1) tkvi_prefill_out_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
+TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
+                                                const float *rest, float *out, const int keys, const int nv,
+                                                const int add) {
     __m512i wa, wb, four;
     int i;
     TKVI_EIGHT_(TKVI_FROM_)
@@ -79,8 +79,8 @@ TKVI_FLAT_AVX512 void tkvi_many_eight_avx512(const uint8_t *w, const int32_t *x,
 #define TKVI_OUT_(j)                                                                                         \
     _mm512_storeu_ps(out + j * 16 * nv, a##j);                                                               \
     if (nv > 1) _mm512_storeu_ps(out + j * 16 * nv + 16, b##j);
-TKVI_FLAT_AVX512 void tkvi_many_floats_avx512(const float *y, const float *x, int n, const int step,
-                                              const int apart, const int nv, const int add, float *out) {
+TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x, int n, const int step,
+                                                 const int apart, const int nv, const int add, float *out) {
     __m512 ya, yb, one;
     int i;
     TKVI_EIGHT_(TKVI_FROM_)
@@ -96,42 +96,42 @@ TKVI_FLAT_AVX512 void tkvi_many_floats_avx512(const float *y, const float *x, in
 #undef TKVI_OUT_
 #undef TKVI_EIGHT_
 
-enum { TKVI_MANY_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
+enum { TKVI_PREFILL_WIDE = TKV_MAX_HEAD_DIM + 16 }; /* from one exact key to the next; not a power of 2 */
 
 /* Sums of products for eight tokens or channels: out[8][lanes] = by * sum + rest, or more by that (`add`).
  * w: [n][lanes][4] weights; x: four codes each, of eight neighbours, [n][64 tokens or 16 channels]. */
-#define TKVI_MANY_PRODUCTS_(name, keys, nv, add)                                                             \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_##name##nv##_avx512(                              \
+#define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
         const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
-        tkvi_many_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                       \
+        tkvi_prefill_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                    \
     }
-TKVI_MANY_PRODUCTS_(scores, 1, 1, 0)
-TKVI_MANY_PRODUCTS_(scores, 1, 2, 0)
-TKVI_MANY_PRODUCTS_(more, 1, 1, 1)
-TKVI_MANY_PRODUCTS_(more, 1, 2, 1)
-TKVI_MANY_PRODUCTS_(values, 0, 1, 1)
-TKVI_MANY_PRODUCTS_(values, 0, 2, 1)
-#undef TKVI_MANY_PRODUCTS_
+TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
+TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
+TKVI_PREFILL_PRODUCTS_(more, 1, 1, 1)
+TKVI_PREFILL_PRODUCTS_(more, 1, 2, 1)
+TKVI_PREFILL_PRODUCTS_(values, 0, 1, 1)
+TKVI_PREFILL_PRODUCTS_(values, 0, 2, 1)
+#undef TKVI_PREFILL_PRODUCTS_
 
-#define TKVI_MANY_FLOATS_(nv)                                                                                \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_key##nv##_avx512(const float *q, const float *x,  \
-                                                                            int n, float *out) {             \
-        tkvi_many_floats_avx512(q, x, n, 1, TKVI_MANY_WIDE, nv, 0, out);                                     \
+#define TKVI_PREFILL_FLOATS_(nv)                                                                             \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
+        const float *q, const float *x, int n, float *out) {                                                 \
+        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_WIDE, nv, 0, out);                               \
     }                                                                                                        \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_many_value##nv##_avx512(                               \
+    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
         const float *p, const float *x, int n, float *out) {                                                 \
-        tkvi_many_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                                 \
+        tkvi_prefill_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                              \
     }
-TKVI_MANY_FLOATS_(1)
-TKVI_MANY_FLOATS_(2)
-#undef TKVI_MANY_FLOATS_
+TKVI_PREFILL_FLOATS_(1)
+TKVI_PREFILL_FLOATS_(2)
+#undef TKVI_PREFILL_FLOATS_
 
 /* >>exact tiers */
 /* 8 tokens at a time; those beyond n repeat the last one. */
-static TKVI_TARGET_AVX512 void tkvi_many_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *q, const float *ref,
-                                                        int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_MANY_WIDE];
+static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *q, const float *ref,
+                                                           int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_WIDE];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, j, c;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
@@ -144,18 +144,18 @@ static TKVI_TARGET_AVX512 void tkvi_many_exact_k_avx512(const tkvi_side *s, cons
             tkvi_prefetch_bytes(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += 16)
                 _mm512_storeu_ps(
-                    x + j * TKVI_MANY_WIDE + c,
+                    x + j * TKVI_PREFILL_WIDE + c,
                     _mm512_sub_ps(tkvi_values_avx512(s->format->stored, row, c), _mm512_loadu_ps(ref + c)));
         }
-        if (lanes > 16) tkvi_many_key2_avx512(q, x, s->pad, scores);
-        else tkvi_many_key1_avx512(q, x, s->pad, scores);
+        if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
+        else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
     }
 }
 
 /* 16 channels at a time */
-static TKVI_TARGET_AVX512 void tkvi_many_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *p, int lanes, int n,
-                                                        float *out) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *p, int lanes, int n,
+                                                           float *out) {
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, c, j;
@@ -165,15 +165,15 @@ static TKVI_TARGET_AVX512 void tkvi_many_exact_v_avx512(const tkvi_side *s, cons
             tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
         }
         for (j = 0; j < 16; j += 8, out += 8 * lanes) {
-            if (lanes > 16) tkvi_many_value2_avx512(p, x + j, n, out);
-            else tkvi_many_value1_avx512(p, x + j, n, out);
+            if (lanes > 16) tkvi_prefill_value2_avx512(p, x + j, n, out);
+            else tkvi_prefill_value1_avx512(p, x + j, n, out);
         }
     }
 }
 
 /* >>tiles */
 /* Four vectors of integers 0 .. 255, a byte each, side by side in their lanes. */
-TKVI_FLAT_AVX512 __m512i tkvi_many_four_avx512(const __m512i *x) {
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_four_avx512(const __m512i *x) {
     const __m512i turn = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* 4 x 4 bytes */
     return _mm512_shuffle_epi8(
@@ -181,57 +181,57 @@ TKVI_FLAT_AVX512 __m512i tkvi_many_four_avx512(const __m512i *x) {
 }
 
 /* top / most, 0 where weights are next to nothing */
-TKVI_FLAT_AVX512 __m512 tkvi_many_inverse_avx512(__m512 most, float top) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
                                _mm512_set1_ps(top), most);
 }
 
 /* Would one plane be too coarse for any row? TKVI_NEEDS_TWO */
-TKVI_FLAT_AVX512 int tkvi_many_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
+TKVI_FLAT_AVX512 int tkvi_prefill_tower_avx512(float coarse, __m512 most, __m512 squares, int top) {
     return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
                               _mm512_mul_ps(_mm512_set1_ps(TKVI_MAY_ERR(top)), squares), _CMP_GT_OQ);
 }
 
-static const float tkvi_many_none[TKVI_MANY] = {0.0f};
+static const float tkvi_prefill_none[TKVI_PREFILL] = {0.0f};
 
 /* Weights of rows, in each plane, and what turns integers into answers: by[0] * first + by[1] * second + rest. */
-typedef struct tkvi_many_fold {
-    TKVI_ALIGNED uint8_t w[2][TKVI_MANY_FLOATS]; /* [tile or quad][lanes][4] */
-    TKVI_ALIGNED float by[2][TKVI_MANY], rest[TKVI_MANY];
+typedef struct tkvi_prefill_fold {
+    TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
+    TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
     int second; /* so many tiles or quads have a second plane */
-} tkvi_many_fold;
+} tkvi_prefill_fold;
 
-TKVI_FLAT_AVX512 void tkvi_many_steps_avx512(__m512 step, tkvi_many_fold *f, int v) {
+TKVI_FLAT_AVX512 void tkvi_prefill_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
     _mm512_store_ps(f->by[0] + 16 * v, step);
     _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
 }
 
 /* Of n tokens or channels, both planes of weights. */
-static void tkvi_many_scores_avx512(const tkvi_many_fold *f, int lanes, int tiles, const int32_t *x, int n,
-                                    float *out) {
+static void tkvi_prefill_scores_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
+                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_many_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        else tkvi_many_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
+        else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
         if (!f->second) continue;
-        if (lanes > 16) tkvi_many_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
-        else tkvi_many_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_many_none, out);
+        if (lanes > 16) tkvi_prefill_more2_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
+        else tkvi_prefill_more1_avx512(f->w[1], x, f->second, f->by[1], tkvi_prefill_none, out);
     }
 }
 
-static void tkvi_many_values_avx512(const tkvi_many_fold *f, int lanes, int quads, const int32_t *x, int n,
-                                    float *out) {
+static void tkvi_prefill_values_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
+                                       int n, float *out) {
     for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_many_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_many_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
+        else tkvi_prefill_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
         if (!f->second) continue;
-        if (lanes > 16) tkvi_many_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
-        else tkvi_many_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_many_none, out);
+        if (lanes > 16) tkvi_prefill_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
+        else tkvi_prefill_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_none, out);
     }
 }
 
 /* Codes lie around `middle` / 2: takes that off, for the sums of weights, or of weights times middle, in each plane. */
-TKVI_FLAT_AVX512 __m512 tkvi_many_less_avx512(__m512 rest, const tkvi_many_fold *f, int v, const __m512i *sum,
-                                              float half) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_less_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
+                                                 const __m512i *sum, float half) {
     int plane;
     for (plane = 0; plane < 2; plane++)
         rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[plane] + 16 * v), _mm512_set1_ps(half)),
@@ -240,23 +240,23 @@ TKVI_FLAT_AVX512 __m512 tkvi_many_less_avx512(__m512 rest, const tkvi_many_fold 
 }
 
 /* One group of tokens of a block: scale and rest by position, `coded` of them have codes. */
-typedef struct tkvi_many_keys {
+typedef struct tkvi_prefill_keys {
     const tkvi_side *s;
-    tkvi_many_queries *q;
+    tkvi_prefill_queries *q;
     const float *scale, *rest;
     const uint8_t *centre2; /* by position, twice the centre of codes */
     int coded, wide, planes;
     float coarse;
-} tkvi_many_keys;
+} tkvi_prefill_keys;
 
 /* K's weights are made in integers of 16 bits, two to a multiplication of floats: q folded with the scales of an
  * earlier block, times scale over that scale (1 is 16384). Rows 4 l, 4 l + 1 of 16 stand in quarter l of the first of
  * two vectors, 4 l + 2 and 4 l + 3 in the second, four channels each: packed to bytes they are in order. */
-enum { TKVI_MANY_ONE = 16384, TKVI_MANY_LEAST = TKVI_MANY_ONE / 16 };
+enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_LEAST = TKVI_PREFILL_ONE / 16 };
 
 /* Scales of this block over those of the other one; 0 if that one was too different. */
-TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by) {
-    const tkvi_many_queries *q = a->q;
+TKVI_FLAT_AVX512 int tkvi_prefill_near_avx512(const tkvi_prefill_keys *a, int16_t *by) {
+    const tkvi_prefill_queries *q = a->q;
     int c;
     if (q->coded != a->coded) return 0;
     for (c = 0; c < a->coded; c += 16) {
@@ -264,8 +264,8 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
         const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
         const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
         const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_MANY_LEAST)) &
-                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_MANY_ONE - 1));
+        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_LEAST)) &
+                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
         const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
         if (there & ~((none & zero) | (inside & ~none))) return 0;
         _mm256_storeu_si256((__m256i *)(void *)(by + c), _mm512_cvtsepi32_epi16(x));
@@ -274,7 +274,7 @@ TKVI_FLAT_AVX512 int tkvi_many_near_avx512(const tkvi_many_keys *a, int16_t *by)
 }
 
 /* This block is that other one from now on, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, int v) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_anew_avx512(const tkvi_prefill_keys *a, int v) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 most = _mm512_setzero_ps(), times;
@@ -283,7 +283,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, in
         const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
         most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
     }
-    times = tkvi_many_inverse_avx512(most, 32767.0f);
+    times = tkvi_prefill_inverse_avx512(most, 32767.0f);
     _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
     for (c = 0; c < a->coded; c += 4) {
         int16_t *to = a->q->whole + c * lanes + 64 * v;
@@ -304,22 +304,22 @@ static TKVI_TARGET_AVX512 void tkvi_many_anew_avx512(const tkvi_many_keys *a, in
 }
 
 /* Tile c / 4 of 16 rows: their weights, still in 16 bits. */
-TKVI_FLAT_AVX512 void tkvi_many_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
+TKVI_FLAT_AVX512 void tkvi_prefill_pair_avx512(const int16_t *whole, const int16_t *by, __m512i *y) {
     int64_t four;
     memcpy(&four, by, 8);
     y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)whole), _mm512_set1_epi64(four));
     y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(whole + 32)), _mm512_set1_epi64(four));
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_many_load4_avx512(const uint8_t *p) {
+TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
 }
 
 /* The 16 rows of vector v, `two`: with a second plane. Returns 1 if a row needs one and has none. */
-static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, const int16_t *by, int v,
-                                                     int two, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_round_avx512(const tkvi_prefill_keys *a, const int16_t *by, int v,
+                                                        int two, tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const int16_t *whole = a->q->whole + 64 * v;
     const __m512i low = _mm512_set1_epi16(127);
@@ -328,7 +328,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     int c, j;
     most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
     for (c = 0; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
     }
@@ -346,7 +346,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
     b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_PLANE * 32768.0f),
                                           _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_many_steps_avx512(
+    tkvi_prefill_steps_avx512(
         _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
                       _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
         f, v);
@@ -362,7 +362,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     }
     for (c = 0; c < two; c += 4) { /* 128 hi + lo */
         __m512i lo[2];
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         TKVI_UNROLL
         for (j = 0; j < 2; j++) {
             y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
@@ -371,7 +371,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
         }
         y[0] = _mm512_packs_epi16(y[0], y[1]);
         lo[0] = _mm512_packs_epi16(lo[0], lo[1]);
-        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
@@ -381,23 +381,24 @@ static TKVI_TARGET_AVX512 int tkvi_many_round_avx512(const tkvi_many_keys *a, co
     TKVI_UNROLL
     for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
     for (; c < a->coded; c += 4) {
-        tkvi_many_pair_avx512(whole + lanes * c, by + c, y);
+        tkvi_prefill_pair_avx512(whole + lanes * c, by + c, y);
         y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
-        centre = tkvi_many_load4_avx512(a->centre2 + c);
+        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
         squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
         sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
         _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
     }
-    _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
+    _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
     /* the largest weight is 127, or there is none */
     some = _mm512_test_epi32_mask(squares, squares);
     return two < a->coded &&
-           tkvi_many_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
-                                  _mm512_cvtepi32_ps(squares), TKVI_PLANE);
+           tkvi_prefill_tower_avx512(a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_PLANE)),
+                                     _mm512_cvtepi32_ps(squares), TKVI_PLANE);
 }
 
 /* Adds what does not depend on codes, for the 16 rows of vector v. */
-static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, int v, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rest_avx512(const tkvi_prefill_keys *a, int v,
+                                                        tkvi_prefill_fold *f) {
     const int lanes = a->q->lanes;
     const uint8_t *order = a->s->order;
     __m512 rest[4];
@@ -415,24 +416,24 @@ static TKVI_TARGET_AVX512 void tkvi_many_rest_avx512(const tkvi_many_keys *a, in
     _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, tkvi_many_fold *f) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_keys *a, tkvi_prefill_fold *f) {
     TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
     const int nv = a->q->lanes / 16;
     int c, v, two = a->planes == 2 ? a->coded : a->wide, tower = 0;
-    if (!tkvi_many_near_avx512(a, by)) {
+    if (!tkvi_prefill_near_avx512(a, by)) {
         a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_many_anew_avx512(a, v);
+        for (v = 0; v < nv; v++) tkvi_prefill_anew_avx512(a, v);
         for (c = 0; c < a->coded; c++) {
             const int some = fabsf(a->scale[c]) > 1e-34f;
-            a->q->inverse[c] = some ? (float)TKVI_MANY_ONE / a->scale[c] : 0.0f;
-            by[c] = some ? TKVI_MANY_ONE : 0;
+            a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
+            by[c] = some ? TKVI_PREFILL_ONE : 0;
         }
     }
-    for (v = 0; v < nv; v++) tower |= tkvi_many_round_avx512(a, by, v, two, f);
+    for (v = 0; v < nv; v++) tower |= tkvi_prefill_round_avx512(a, by, v, two, f);
     if (tower) two = a->coded;
     for (v = 0; v < nv; v++) {
-        if (tower) (void)tkvi_many_round_avx512(a, by, v, two, f);
-        tkvi_many_rest_avx512(a, v, f);
+        if (tower) (void)tkvi_prefill_round_avx512(a, by, v, two, f);
+        tkvi_prefill_rest_avx512(a, v, f);
     }
     f->second = two / 4;
 }
@@ -447,8 +448,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_fold_k_avx512(const tkvi_many_keys *a, 
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* All tiles to bytes: [tile][64 tokens][4] */
-static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                         uintptr_t ahead, uint8_t *x) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                            uintptr_t ahead, uint8_t *x) {
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
     __m512i y[4];
     int half = 0, i, p;
@@ -464,8 +465,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_k_avx512(const tkvi_side *s, con
 #undef TKVI_RUN_
 
 /* zero - ref + centre * scale, in place of zero */
-static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                      const float *ref, const float *scale, float *zero) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rests_avx512(const tkvi_side *s, const uint8_t *centre2,
+                                                         const float *ref, const float *scale, float *zero) {
     const __m512 half = _mm512_set1_ps(0.5f);
     int c, g;
     for (c = 0; c < s->pad; c += 16) {
@@ -479,18 +480,18 @@ static TKVI_TARGET_AVX512 void tkvi_many_rests_avx512(const tkvi_side *s, const 
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, tkvi_many_queries *q, int planes,
-                                                        float *scores) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, tkvi_prefill_queries *q,
+                                                           int planes, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
     TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
     const int tokens = TKVI_BLOCK / s->groups;
-    tkvi_many_fold fold;
-    tkvi_many_keys a;
+    tkvi_prefill_fold fold;
+    tkvi_prefill_keys a;
     int width, g, c;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_avx512, scale, rest);
-    tkvi_many_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
+    tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
     for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->runs.n[width--])
         memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->runs.n[width]));
     memset(centre2 + c, 0, (size_t)(s->pad - c));
@@ -500,7 +501,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
         q->coded = 0;
         for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
     }
-    tkvi_many_rests_avx512(s, centre2, q->sorted, scale, rest);
+    tkvi_prefill_rests_avx512(s, centre2, q->sorted, scale, rest);
     a.s = s;
     a.q = q;
     a.centre2 = centre2;
@@ -510,20 +511,21 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_k_avx512(const tkvi_side *s, cons
     for (g = 0; g < s->groups; g++) {
         a.scale = scale + g * s->pad;
         a.rest = rest + g * s->pad;
-        tkvi_many_fold_k_avx512(&a, &fold);
-        tkvi_many_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                scores + g * tokens * q->lanes);
+        tkvi_prefill_fold_k_avx512(&a, &fold);
+        tkvi_prefill_scores_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
+                                   scores + g * tokens * q->lanes);
     }
 }
 
 /* Channels of one width and group. */
-typedef struct tkvi_many_values {
+typedef struct tkvi_prefill_values {
     const float *p, *scale, *zero;
     float centre, middle, coarse; /* of the codes; the same of what is multiplied, twice */
     int planes;
-} tkvi_many_values;
+} tkvi_prefill_values;
 
-TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const int nv, tkvi_many_fold *f) {
+TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_values *a, const int nv,
+                                                 tkvi_prefill_fold *f) {
     const int lanes = 16 * nv;
     TKVI_ALIGNED float rest[TKVI_BLOCK];
     const __m512i ones = tkvi_all_avx512(1);
@@ -563,15 +565,15 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const i
     if (a->coarse > TKVI_MAY_ERR(TKVI_PLANE_V)) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++)
-            tower |= tkvi_many_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
+            tower |= tkvi_prefill_tower_avx512(a->coarse, most[v], squares[v], TKVI_PLANE_V);
     }
     f->second = tower ? TKVI_BLOCK / 4 : 0;
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         const float top = tower ? (float)TKVI_TWO_PLANES : (float)TKVI_PLANE_V,
                     first = tower ? (float)TKVI_PLANE : (float)TKVI_PLANE_V;
-        by[v] = tkvi_many_inverse_avx512(most[v], top);
-        tkvi_many_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
+        by[v] = tkvi_prefill_inverse_avx512(most[v], top);
+        tkvi_prefill_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
         all[v][0] = all[v][1] = _mm512_setzero_si512();
     }
     for (t = 0; t < TKVI_BLOCK; t += 4) {
@@ -591,23 +593,23 @@ TKVI_FLAT_AVX512 void tkvi_many_fold_v_avx512(const tkvi_many_values *a, const i
                     lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
                     x[j] = _mm512_srli_epi32(x[j], 7);
                 }
-                lo[0] = tkvi_many_four_avx512(lo);
+                lo[0] = tkvi_prefill_four_avx512(lo);
                 all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
                 _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
             }
-            x[0] = tkvi_many_four_avx512(x);
+            x[0] = tkvi_prefill_four_avx512(x);
             all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
             _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
         }
     }
     TKVI_UNROLL
     for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v, tkvi_many_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
+        _mm512_store_ps(f->rest + 16 * v, tkvi_prefill_less_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
 }
 
 /* One slab of 16 channels, or 32 if it is one of pairs, to signed bytes: [slab][quad of tokens][16 channels][4]. */
-TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
-                                            const uint8_t *tops, int half, int8_t *x) {
+TKVI_FLAT_AVX512 void tkvi_prefill_slab_avx512(const tkvi_side *s, const int width, const uint8_t *wide,
+                                               const uint8_t *tops, int half, int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
@@ -630,9 +632,10 @@ TKVI_FLAT_AVX512 void tkvi_many_slab_avx512(const tkvi_side *s, const int width,
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_many_slab_avx512(s, bits, wide, tops, half, x); break;
-static TKVI_TARGET_AVX512 void tkvi_many_unpack_v_avx512(const tkvi_side *s, int width, const uint8_t *wide,
-                                                         const uint8_t *tops, int half, int8_t *x) {
+    case bits: tkvi_prefill_slab_avx512(s, bits, wide, tops, half, x); break;
+static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
+                                                            const uint8_t *wide, const uint8_t *tops,
+                                                            int half, int8_t *x) {
     switch (width) {
         TKVI_RUN_(1)
         TKVI_RUN_(2)
@@ -646,16 +649,16 @@ static TKVI_TARGET_AVX512 void tkvi_many_unpack_v_avx512(const tkvi_side *s, int
 }
 #undef TKVI_RUN_
 
-static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *p, int lanes, int n,
-                                                        int planes, float *out) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
+                                                           uintptr_t ahead, const float *p, int lanes, int n,
+                                                           int planes, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
     const uint8_t *wide = src, *tops = src + tkvi_tiles(&s->runs).halves;
-    tkvi_many_fold fold;
-    tkvi_many_values a;
+    tkvi_prefill_fold fold;
+    tkvi_prefill_values a;
     int width, i, c, half = 0, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_avx512, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
     a.planes = planes;
     tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
@@ -668,15 +671,15 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, cons
                 a.centre = tkvi_centre(s, width);
                 a.middle = s->levels ? 0.0f : (float)((1 << width) - 1 - (width == 8 ? 256 : 0));
                 a.coarse = tkvi_coarse_v(s, width);
-                if (lanes > 16) tkvi_many_fold_v_avx512(&a, 2, &fold);
-                else tkvi_many_fold_v_avx512(&a, 1, &fold);
+                if (lanes > 16) tkvi_prefill_fold_v_avx512(&a, 2, &fold);
+                else tkvi_prefill_fold_v_avx512(&a, 1, &fold);
             }
-            tkvi_many_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
+            tkvi_prefill_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
             tkvi_prefetch_bytes(wide, 4 * tkvi_wide_bytes[width], ahead);
             wide += 4 * tkvi_wide_bytes[width];
             half += 4 * tkvi_has_half[width];
             for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_many_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
+                tkvi_prefill_values_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
     }
 }
@@ -684,7 +687,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_tiles_v_avx512(const tkvi_side *s, cons
 /* >>all */
 #define TKVI_LOG2E 1.44269502f
 /* exp(s - m), m being multiplied by log2 e already; 0 below -87. As tkvi_exp_avx512, with less for the multipliers. */
-TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
+TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* vrndscaleps: the same */
     const __m512 r = _mm512_sub_ps(x, n);
@@ -697,7 +700,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_many_exp_avx512(__m512 s, __m512 m) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 
-static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
+static TKVI_TARGET_AVX512 int tkvi_prefill_weigh_avx512(const tkvi_weighing *w) {
     const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
     int v, t, k, shrinks = 0;
     for (v = 0; v < w->lanes; v += 16) {
@@ -736,17 +739,17 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
         top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
         sum = squares = _mm512_setzero_ps();
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const __m512 y = tkvi_many_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
+            const __m512 y = tkvi_prefill_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
             _mm512_storeu_ps(s + t * w->lanes, y);
             sum = _mm512_add_ps(sum, y);
         }
         _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
         if (!w->far_attention) continue;
-        for (t = 0; t < TKVI_BLOCK && w->hears; t++) {
+        for (t = 0; t < TKVI_BLOCK && w->sampled_lanes; t++) {
             const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
             squares = _mm512_fmadd_ps(y, y, squares);
         }
-        if (w->hears) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->hears + v));
+        if (w->sampled_lanes) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->sampled_lanes + v));
         by = _mm512_mul_ps(by, by);
         _mm512_storeu_ps(w->far_attention + v,
                          _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
@@ -754,7 +757,7 @@ static TKVI_TARGET_AVX512 int tkvi_many_weigh_avx512(const tkvi_weighing *w) {
     return shrinks != 0;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lanes, const float *by) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int lanes, const float *by) {
     int i, v;
     for (i = 0; i < n; i++, x += lanes)
         for (v = 0; v < lanes; v += 16)
@@ -762,7 +765,7 @@ static TKVI_TARGET_AVX512 void tkvi_many_shrink_avx512(float *x, int n, int lane
 }
 
 /* core/rotate.h, rows in lanes */
-static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lanes) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_window_avx512(float *x, int n, int lanes) {
     int h, i, j, v;
     for (h = 1; h < n; h *= 2)
         for (i = 0; i < n; i += 2 * h)
@@ -776,16 +779,16 @@ static TKVI_TARGET_AVX512 void tkvi_many_window_avx512(float *x, int n, int lane
                 }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_many_rotate_back_avx512(float *x, int dim, int lanes) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim, int lanes) {
     const int k = tkvi_log2_floor(dim), n = 1 << k;
     int i, v;
     if (n < dim) {
-        tkvi_many_window_avx512(x + (dim - n) * lanes, n, lanes);
+        tkvi_prefill_window_avx512(x + (dim - n) * lanes, n, lanes);
         for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
             _mm512_storeu_ps(x + i,
                              _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
     }
-    tkvi_many_window_avx512(x, n, lanes);
+    tkvi_prefill_window_avx512(x, n, lanes);
     for (i = 0; i < dim; i++) {
         const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
         const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
@@ -795,8 +798,8 @@ static TKVI_TARGET_AVX512 void tkvi_many_rotate_back_avx512(float *x, int dim, i
 }
 
 /* 16 x 16 at a time */
-static TKVI_TARGET_AVX512 void tkvi_many_turn_avx512(const float *x, int x_stride, int n, float *y,
-                                                     int y_stride) {
+static TKVI_TARGET_AVX512 void tkvi_prefill_turn_avx512(const float *x, int x_stride, int n, float *y,
+                                                        int y_stride) {
     int i, r, k;
     for (i = 0; i < n; i += 16) {
         __m512 a[16], b[16];
@@ -828,23 +831,24 @@ static TKVI_TARGET_AVX512 void tkvi_many_turn_avx512(const float *x, int x_strid
     }
 }
 
-static void tkvi_many_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                               tkvi_many_queries *q, int n, int planes, float *scores) {
+static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                  tkvi_prefill_queries *q, int n, int planes, float *scores) {
     const uintptr_t ahead = tkvi_ahead(src, next);
-    if (tkvi_is_exact(s->format)) tkvi_many_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_many_tiles_k_avx512(s, src, ahead, q, planes, scores);
+    if (tkvi_is_exact(s->format))
+        tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, planes, scores);
 }
 
-static void tkvi_many_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                               int lanes, int n, int planes, float *out) {
+static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                  int lanes, int n, int planes, float *out) {
     const uintptr_t ahead = tkvi_ahead(src, next);
-    if (tkvi_is_exact(s->format)) tkvi_many_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_many_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
+    if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
+    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, planes, out);
 }
 
-static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_many_v_avx512,
-                                           tkvi_many_weigh_avx512,       tkvi_many_shrink_avx512,
-                                           tkvi_many_rotate_back_avx512, tkvi_many_turn_avx512};
+static const tkvi_prefill tkvi_prefill_avx512 = {tkvi_prefill_k_avx512,           tkvi_prefill_v_avx512,
+                                                 tkvi_prefill_weigh_avx512,       tkvi_prefill_shrink_avx512,
+                                                 tkvi_prefill_rotate_back_avx512, tkvi_prefill_turn_avx512};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -853,9 +857,9 @@ static const tkvi_many tkvi_many_avx512 = {tkvi_many_k_avx512,           tkvi_ma
 #endif /* TKVI_AVX512 */
 
 /* NULL: 8 rows at a time, by kernels/scalar.h. */
-static const tkvi_many *tkvi_many_of(tkv_isa isa) {
+static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
 #ifdef TKVI_AVX512
-    if (isa == TKV_ISA_AVX512) return &tkvi_many_avx512;
+    if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;
 #endif
     (void)isa;
     return NULL;

@@ -52,20 +52,20 @@ typedef struct tkvi_kernels {
     const char *name;
     tkvi_k_kernel k[TKVI_STORAGE_COUNT];
     tkvi_v_kernel v[TKVI_STORAGE_COUNT];
-    const tkvi_helpers *helpers;
+    const tkvi_simd_ops *helpers;
     /* p[t] = exp(s[t] - max) for 64 scores, all <= max; below max - 87 it may be 0. Returns the sum. */
     float (*exp64)(const float *s, float maximum, float *p);
     float (*max64)(const float *s); /* the largest of 64 scores */
     /* The same for rows of scores [row][64]: m[r] grows to the largest, p = exp(s - m), sum[r] of these; a row
      * that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees one. */
-    int (*weigh)(const float *s, int rows, float *m, float *sum, float *p);
+    int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
 #define TKVI_HIDDEN (-1e30f) /* score of a key that a row does not see; no infinities, -ffast-math has none */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
 
-static int tkvi_weigh_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                           const float *s, int rows, float *m, float *sum, float *p) {
+static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
+                             const float *s, int rows, float *m, float *sum, float *p) {
     int r, seen = 0;
     for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
         float most = max64(s);
@@ -211,7 +211,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     int g, r, t, i, c;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_scalar, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (r = 0; r < rows; r++)
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
@@ -247,7 +247,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
     int r, t, i, c, width, slab = 0; /* first channel */
     tkvi_tile_at at = tkvi_tiles(&s->runs);
     (void)next;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_scalar, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->runs.n[width]; i += 4) { /* 16 lanes */
             uint8_t tile[4][TKVI_TILE_CODES];
@@ -356,8 +356,8 @@ static float tkvi_max64_scalar(const float *s) {
     return maximum;
 }
 
-static int tkvi_weigh_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -365,10 +365,10 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     "scalar",
     {tkvi_f32_k_scalar, tkvi_f16_k_scalar, tkvi_bf16_k_scalar, tkvi_tiles_k_scalar, tkvi_decoded_k},
     {tkvi_f32_v_scalar, tkvi_f16_v_scalar, tkvi_bf16_v_scalar, tkvi_tiles_v_scalar, tkvi_decoded_v},
-    &tkvi_helpers_scalar,
+    &tkvi_simd_ops_scalar,
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
-    tkvi_weigh_scalar,
+    tkvi_softmax_step_scalar,
 };
 
 #endif /* TKVI_KERNELS_SCALAR_H */

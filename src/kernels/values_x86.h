@@ -128,7 +128,7 @@ static void tkvi_rows_floats(const tkvi_row_steps *v, const tkvi_rows *r) {
     }
 }
 
-static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_helpers *help,
+static void tkvi_tile_rows(const tkvi_row_steps *v, const tkvi_side *s, const tkvi_simd_ops *help,
                            const uint8_t *src, int first, int n, float *x, size_t stride) {
     tkvi_rows r;
     r.s = s;
@@ -303,8 +303,8 @@ static const tkvi_row_steps tkvi_row_steps_avx2 = {tkvi_four_columns_avx2,
                                                    {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
                                                    tkvi_unrotate_avx2};
 
-static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src, int first,
-                                  int n, float *x, size_t stride) {
+static void tkvi_tile_values_avx2(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
+                                  int first, int n, float *x, size_t stride) {
     if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
     else tkvi_tile_rows(&tkvi_row_steps_avx2, s, help, src, first, n, x, stride);
 }
@@ -456,7 +456,7 @@ static const tkvi_row_steps tkvi_row_steps_avx512 = {
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_unrotate_avx512};
 
-static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_helpers *help, const uint8_t *src,
+static void tkvi_tile_values_avx512(const tkvi_side *s, const tkvi_simd_ops *help, const uint8_t *src,
                                     int first, int n, float *x, size_t stride) {
     if (s->dim < 16) tkvi_tiles_scalar(s, help, src, first, n, x, stride);
     else tkvi_tile_rows(&tkvi_row_steps_avx512, s, help, src, first, n, x, stride);

@@ -72,10 +72,11 @@ static void tkvi_zeros_128(const uint8_t *offset, const float *scale, const floa
     tkvi_zeros_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_helpers tkvi_helpers_128 = {tkvi_halves_128,    tkvi_to_halves_scalar, tkvi_logs_128,
-                                              tkvi_zeros_128,     tkvi_log_codes_scalar, tkvi_pack_tile,
-                                              tkvi_weave_scalar,  tkvi_columns_scalar,   tkvi_settle_scalar,
-                                              tkvi_tokens_scalar, tkvi_groups_scalar,    tkvi_tiles_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_128 = {
+    tkvi_halves_128,        tkvi_to_halves_scalar, tkvi_logs_128,
+    tkvi_zeros_128,         tkvi_log_codes_scalar, tkvi_pack_tile,
+    tkvi_interleave_scalar, tkvi_columns_scalar,   tkvi_finalize_scales_scalar,
+    tkvi_tokens_scalar,     tkvi_groups_scalar,    tkvi_tiles_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -522,7 +523,7 @@ static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8
     tkvi_folding_128 a;
     (void)next;
     (void)n;
-    s->format->side[TKV_K].meta(s, src, &tkvi_helpers_128, scale, zero);
+    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
         const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
         const float centre = width ? tkvi_centre(s, width) : 0.0f;
@@ -613,7 +614,7 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
     a.top = tkvi_top_v(s);
     a.unit = 1;
     a.wide = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_helpers_128, scale, zero);
+    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0, g = -1; i < s->runs.n[width]; i += 4) {
             const int channels = tkvi_slab_channels(s, width);
@@ -646,8 +647,8 @@ static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8
         }
 }
 
-static int tkvi_weigh_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_weigh_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
+static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
 }
 
 static const tkvi_kernels tkvi_kernels_128 = {
@@ -655,10 +656,10 @@ static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_NAME_128,
     {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128, tkvi_decoded_k},
     {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128, tkvi_decoded_v},
-    &tkvi_helpers_128,
+    &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,
-    tkvi_weigh_128,
+    tkvi_softmax_step_128,
 };
 
 #endif /* TKVI_128 */

@@ -159,7 +159,7 @@ typedef struct tkvi_products {
 typedef void (*tkvi_dot)(tkvi_products *d);
 
 typedef struct tkvi_steps {
-    const tkvi_helpers *helpers;
+    const tkvi_simd_ops *helpers;
     /* f: of each plane. Returns how many weights have a second plane in some row; `lo` has so many in each four
      * rows of which one has any. V: returns which rows have one, a bit for each. */
     int (*fold_k)(const tkvi_folding *a, int rows, tkvi_fold *f);

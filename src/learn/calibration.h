@@ -308,7 +308,7 @@ TKV_API tkv_status tkv_calibration_refresh(tkv_cache *kv) {
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
-    if (!st && !tkvi_heard_get(kv, &kv->heap)) st = tkvi_no_table(kv);
+    if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_metric_restart(kv, layer);

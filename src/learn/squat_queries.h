@@ -41,27 +41,27 @@ static void tkvi_metric_use(tkv_cache *kv, int layer, int head) {
 
 /* Called between steps. Needs no memory. */
 static void tkvi_metric_learn(tkv_cache *kv, int layer) {
-    tkvi_ears *ears = kv->ears ? &kv->ears[layer] : NULL;
+    tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
     int head;
-    if (!ears || !kv->tables.plan[layer].squat) return;
-    if (ears->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * ears->used))) return;
+    if (!query_stats || !kv->tables.plan[layer].squat) return;
+    if (query_stats->tokens < tkvi_min(TKVI_LEARN, tkvi_max(TKVI_BLOCK, 2 * query_stats->used))) return;
     for (head = 0; head < kv->tables.cfg.n_kv_heads; head++) tkvi_metric_use(kv, layer, head);
-    ears->used = tkvi_min(TKVI_LEARN, ears->tokens);
-    if (ears->tokens >= TKVI_LEARN) ears->tokens = -1;
+    query_stats->used = tkvi_min(TKVI_LEARN, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_LEARN) query_stats->tokens = -1;
 }
 
 /* n more tokens. */
 static void tkvi_metric_count(tkv_cache *kv, int layer, int n) {
-    if (kv->ears && kv->ears[layer].tokens >= 0)
-        kv->ears[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->ears[layer].tokens + n); /* an abort takes its part back */
+    if (kv->query_stats && kv->query_stats[layer].tokens >= 0)
+        kv->query_stats[layer].tokens =
+            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* an abort takes its part back */
 }
 
 /* Listens again, from nothing; the factors stay until there are others. */
 static void tkvi_metric_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.n_kv_heads, dim = (size_t)kv->tables.cfg.head_dim;
-    if (!kv->ears) return;
-    kv->ears[layer].tokens = kv->ears[layer].used = 0;
+    if (!kv->query_stats) return;
+    kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_metric_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 

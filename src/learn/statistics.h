@@ -126,7 +126,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     tkvi_head *h = &to->head[at];
     uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
     float *mean = to->mean + at * (size_t)pad;
-    const int64_t *asked = tkvi_asked_of(kv, layer, head);
+    const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     tkvi_gather g;
     memset(&g, 0, sizeof g);
@@ -157,7 +157,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         }
         if (p < cfg->head_dim) rank[best] = -2000000;
     }
-    h->reach = tkvi_log8((float)*tkvi_far_of(kv, layer, head)) + tkvi_log8(g.v_sum);
+    h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* heads are compared: not in units of their own */
     h->k_top = tkvi_log_top(2.0f * g.range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->v_head_dim));
@@ -201,10 +201,10 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
 static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
-    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, done = -1;
     for (i = 0; i < kv->tables.n_levels * TKV_TIER_COUNT; i++) { /* codings of a layer come in rising order */
-        const tkvi_rule *r = &rule[i / TKV_TIER_COUNT];
+        const tkvi_tier_spec *r = &rule[i / TKV_TIER_COUNT];
         const int tier = i % TKV_TIER_COUNT;
         tkvi_coding *c = &kv->tables.coding[r->coding[tier] + version];
         if (!r->shared[tier] || r->coding[tier] <= done) continue;
@@ -221,10 +221,10 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     int any = kv->pool.keep_all, i;
     kv->seen[layer] = again ? 0 : -1;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) any |= kv->seen[i] >= 0;
-    if (!any) tkvi_heard_put(kv);
+    if (!any) tkvi_put_stats(kv);
     if (!kv->asked || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_asked_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
-    memset(tkvi_far_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.head_dim * sizeof(int64_t));
+    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
 /* Tokens that K and V can be read from (tkvi_each_block). What was seen may be gone: sequences end. */
@@ -235,7 +235,7 @@ static int64_t tkvi_held(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
-        while (--i >= list->sinks + list->archive && !tkvi_spilled(&kv->pool.block[ids[i]]))
+        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
@@ -280,8 +280,8 @@ static void tkvi_learn_end(tkv_cache *kv, int layer, int8_t had, int made) {
     if (kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
-    tkvi_tell(kv, TKV_EVENT_TABLE, layer, had, version, 0,
-              had < 0 ? "a layer has its first table" : "a layer has a better table");
+    tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
+                    had < 0 ? "a layer has its first table" : "a layer has a better table");
 }
 
 /* What those say who could not get the memory. */

@@ -224,17 +224,17 @@ static void tkvi_print_line(tkvi_printer *p, tkvi_text *t, const char *line) {
     if (!p->failed) p->failed = p->write(p->user, line, n) != 0;
 }
 
-static void tkvi_say_number(tkvi_text *t, int n) {
-    if (n == TKV_NONE) tkvi_say(t, "none");
-    else if (n == TKV_ALL) tkvi_say(t, "all");
-    else tkvi_say_int(t, n);
+static void tkvi_append_number(tkvi_text *t, int n) {
+    if (n == TKV_NONE) tkvi_append_text(t, "none");
+    else if (n == TKV_ALL) tkvi_append_text(t, "all");
+    else tkvi_append_int(t, n);
 }
 
-static void tkvi_say_format(tkvi_text *t, tkv_format f) {
-    tkvi_say(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
+static void tkvi_append_format(tkvi_text *t, tkv_format f) {
+    tkvi_append_text(t, f == TKV_FORMAT_DEFAULT ? "default" : tkvi_formats[f].name);
 }
 
-static void tkvi_say_score(tkvi_text *t, float score) {
+static void tkvi_append_score(tkvi_text *t, float score) {
     char digits[9];
     int i, n = tkvi_millionths(score);
     for (i = 7; i >= 0; i--) {
@@ -244,31 +244,31 @@ static void tkvi_say_score(tkvi_text *t, float score) {
         n /= 10;
     }
     digits[8] = 0;
-    tkvi_say(t, digits);
+    tkvi_append_text(t, digits);
 }
 
-static void tkvi_say_sum(tkvi_text *t, uint64_t sum) {
+static void tkvi_append_sum(tkvi_text *t, uint64_t sum) {
     char digits[17];
     int i;
     for (i = 15; i >= 0; i--, sum >>= 4) digits[i] = "0123456789abcdef"[sum & 15u];
     digits[16] = 0;
-    tkvi_say(t, "sum ");
-    tkvi_say(t, digits);
-    tkvi_say(t, "\n");
+    tkvi_append_text(t, "sum ");
+    tkvi_append_text(t, digits);
+    tkvi_append_text(t, "\n");
 }
 
-static void tkvi_say_threshold(tkvi_text *t, const tkv_threshold *e) {
+static void tkvi_append_threshold(tkvi_text *t, const tkv_threshold *e) {
     int i;
-    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_say(t, " "))
-        tkvi_say_number(t, tkvi_threshold_number_of(e, i));
-    tkvi_say_format(t, e->archive.k);
-    tkvi_say(t, " ");
-    tkvi_say_format(t, e->archive.v);
-    tkvi_say(t, " ");
-    tkvi_say_score(t, e->score);
-    tkvi_say(t, " ");
-    tkvi_say(t, e->model);
-    tkvi_say(t, "\n");
+    for (i = 0; i < TKVI_THRESHOLD_NUMBERS; i++, tkvi_append_text(t, " "))
+        tkvi_append_number(t, tkvi_threshold_number_of(e, i));
+    tkvi_append_format(t, e->archive.k);
+    tkvi_append_text(t, " ");
+    tkvi_append_format(t, e->archive.v);
+    tkvi_append_text(t, " ");
+    tkvi_append_score(t, e->score);
+    tkvi_append_text(t, " ");
+    tkvi_append_text(t, e->model);
+    tkvi_append_text(t, "\n");
 }
 
 TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes write, void *user) {
@@ -281,15 +281,15 @@ TKV_API tkv_status tkv_thresholds_save(const tkv_thresholds *t, tkv_write_bytes 
     p.user = user;
     p.sum = TKVI_FNV1A_START;
     p.failed = 0;
-    tkvi_say(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
+    tkvi_append_text(&at, TKVI_THRESHOLDS_TITLE TKVI_THRESHOLDS_VERSION "\n");
     tkvi_print_line(&p, &at, line);
     for (i = 0; i < t->n; i++) {
         at = tkvi_text_begin(line, sizeof line);
-        tkvi_say_threshold(&at, &t->entry[i]);
+        tkvi_append_threshold(&at, &t->entry[i]);
         tkvi_print_line(&p, &at, line);
     }
     at = tkvi_text_begin(line, sizeof line);
-    tkvi_say_sum(&at, p.sum);
+    tkvi_append_sum(&at, p.sum);
     tkvi_print_line(&p, &at, line);
     return p.failed ? TKV_ERR_CAPACITY : TKV_OK;
 }
@@ -392,11 +392,11 @@ static int tkvi_starts_with(const tkvi_scan *s, const char *with) {
 }
 
 static tkv_status tkvi_scan_bad(const tkvi_scan *s, const char *what, const char *why, tkvi_text *reason) {
-    tkvi_say(reason, "line ");
-    tkvi_say_int(reason, s->line);
-    tkvi_say(reason, ": ");
-    tkvi_say(reason, what);
-    tkvi_say(reason, why);
+    tkvi_append_text(reason, "line ");
+    tkvi_append_int(reason, s->line);
+    tkvi_append_text(reason, ": ");
+    tkvi_append_text(reason, what);
+    tkvi_append_text(reason, why);
     return TKV_ERR_DATA;
 }
 
@@ -427,7 +427,7 @@ static tkv_status tkvi_thresholds_scan(const char *src, size_t size, tkv_thresho
         if (to) to[*n] = e;
         last = e;
     }
-    tkvi_say_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
+    tkvi_append_sum(&sum, tkvi_fnv1a_more(TKVI_FNV1A_START, (const uint8_t *)src, (size_t)(s.at - src)));
     if (!tkvi_starts_with(&s, line))
         return tkvi_scan_bad(&s, "the checksum", " is missing or wrong: take an older copy", reason);
     if ((size_t)(s.end - s.at) != strlen(line))
@@ -441,16 +441,16 @@ TKV_API tkv_status tkv_thresholds_parse(tkv_thresholds *t, const char *src, size
     tkv_status st;
     int n;
     if (!t || t->room < 0 || (t->room > 0 && !t->entry) || (!src && size)) {
-        tkvi_say(&why, "the store or the text is missing");
+        tkvi_append_text(&why, "the store or the text is missing");
         return TKV_ERR_ARG;
     }
     st = tkvi_thresholds_scan(size ? src : "", size, NULL, &n, &why);
     if (st) return st;
     if (n > t->room) {
-        tkvi_say(&why, "the text has ");
-        tkvi_say_int(&why, n);
-        tkvi_say(&why, " entries, the store has room for ");
-        tkvi_say_int(&why, t->room);
+        tkvi_append_text(&why, "the text has ");
+        tkvi_append_int(&why, n);
+        tkvi_append_text(&why, " entries, the store has room for ");
+        tkvi_append_int(&why, t->room);
         return TKV_ERR_CAPACITY;
     }
     (void)tkvi_thresholds_scan(src, size, t->entry, &t->n, &why); /* the second time nothing can be wrong */
@@ -462,7 +462,7 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
     tkvi_text why = tkvi_text_begin(reason, reason ? reason_size : 0);
     size_t used = 0;
     if (!read || !work) {
-        tkvi_say(&why, "the function that reads or its work space is missing");
+        tkvi_append_text(&why, "the function that reads or its work space is missing");
         return TKV_ERR_ARG;
     }
     for (;;) {
@@ -471,11 +471,11 @@ TKV_API tkv_status tkv_thresholds_load(tkv_thresholds *t, tkv_read_bytes read, v
         const ptrdiff_t got = full ? read(user, &more, 1) : read(user, work + used, size - used);
         if (got == 0) break;
         if (got < 0 || (size_t)got > (full ? 1u : size - used)) {
-            tkvi_say(&why, "the function that reads has failed");
+            tkvi_append_text(&why, "the function that reads has failed");
             return TKV_ERR_DATA;
         }
         if (full) {
-            tkvi_say(&why, "the text is longer than the work space");
+            tkvi_append_text(&why, "the text is longer than the work space");
             return TKV_ERR_CAPACITY;
         }
         used += (size_t)got;

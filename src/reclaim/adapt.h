@@ -27,7 +27,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 static int tkvi_follow(const tkv_cache *kv, int step) {
     const tkv_policy_config *p = &kv->policy.cfg;
     const int level = kv->tables.level + step;
-    return tkvi_lazy(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+    return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
 TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
@@ -38,7 +38,7 @@ TKV_API tkv_status tkv_adapt(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
     hot = tkvi_hot_tokens(kv);
     st = tkv_feedback_advise(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
-    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_lazy(kv)))
+    if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
     if (!st) tkvi_go_to_level(kv, tkvi_follow(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* as it was done */

@@ -12,18 +12,18 @@
 #include "learn/squat_queries.h"
 #include "reclaim/anchors.h"
 
-static tkv_tier tkvi_tier_due(const tkvi_rule *r, int hot, int end, int len) {
+static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
     int64_t age = (int64_t)len - end;
     if (age < hot) return TKV_HOT;
     return age < (int64_t)hot + r->warm ? TKV_WARM : TKV_ARCHIVE;
 }
 
 /* Under a budget blocks get tighter when bytes are needed (reclaim/budget.h), else when they are old. */
-static int tkvi_lazy(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
+static int tkvi_has_budget(const tkv_cache *kv) { return kv->tables.cfg.budget_bytes != 0; }
 
 /* The age at which a layer's blocks leave the hot tier by themselves. */
 static int tkvi_hot_age(const tkv_cache *kv, int layer) {
-    return tkvi_lazy(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
+    return tkvi_has_budget(kv) ? TKVI_FOREVER : kv->tables.plan[layer].now.hot;
 }
 
 static int tkvi_tighter(const tkv_cache *kv, int from, int to) {
@@ -38,7 +38,7 @@ typedef struct tkvi_recoding {
 } tkvi_recoding;
 
 /* Keys or values of the tokens of these bits, one behind the other; returns how many. */
-static int tkvi_values_of(const tkvi_side *side, const tkvi_helpers *help, const uint8_t *bytes,
+static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, const uint8_t *bytes,
                           uint64_t there, float *out, size_t stride) {
     int t = 0, n = 0;
     while (t < TKVI_BLOCK && there >> t) {
@@ -66,7 +66,7 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
 static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_helpers *help = r->kv->kernels->helpers;
+    const tkvi_simd_ops *help = r->kv->kernels->helpers;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->head_dim, dv = (size_t)cfg->v_head_dim;
     int h, n;
@@ -84,34 +84,34 @@ static void tkvi_keep_exact(tkv_cache *kv, int seq, int layer, const tkvi_block 
     int i;
     if (!kv->meter || kv->meter->seq != seq || !tkvi_is_hot_coding(kv, layer, b->coding)) return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_gauge *g = &kv->meter->gauge[i];
+        tkvi_head_probe *g = &kv->meter->head_probe[i];
         if (g->layer == layer)
-            tkvi_gauge_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
-                            tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
-                            c->record[g->head].k.bytes + c->record[g->head].v.bytes);
+            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->dropped,
+                                 tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
+                                 c->record[g->head].k.bytes + c->record[g->head].v.bytes);
     }
 }
 
 /* Block i of a list goes to another tier's coding, or only on paper. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *paper) {
+static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int packs;
-    uint16_t via;
+    uint16_t previous_coding;
     tkvi_recoding r;
-    if (tkvi_spilled(b)) return; /* it is as far away as it can be */
+    if (tkvi_is_offloaded(b)) return; /* it is as far away as it can be */
     if (kv->tables.coding[b->coding].key == kv->tables.coding[coding].key) return; /* any version of it */
     /* also where a budget has ended: a level's blocks do not get looser */
     if (kv->tables.spare && !tkvi_tighter(kv, b->coding, coding)) return;
-    if (paper) {
-        tkvi_peak_take(paper, coding);
-        if (b->refs == 1) tkvi_peak_give(paper, b->coding);
+    if (dry_run) {
+        tkvi_peak_take(dry_run, coding);
+        if (b->refs == 1) tkvi_peak_give(dry_run, b->coding);
         return;
     }
     tkvi_keep_exact(kv, seq, layer, b);
     kv->demoted++;
-    via = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
+    previous_coding = tkvi_is_hot_coding(kv, layer, b->coding) ? 0 : (uint16_t)(b->coding + 1);
     r.kv = kv;
     r.from = &kv->tables.coding[b->coding];
     r.to = &kv->tables.coding[coding];
@@ -130,7 +130,7 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
         ids[i] = tkvi_new_block(&kv->pool, coding, b->start);
         b = &kv->pool.block[id];
         tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (kv->pool.notes) kv->pool.notes[ids[i]] = kv->pool.notes[id];
+        if (kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
         kv->pool.block[ids[i]].gone = b->gone;
         kv->pool.block[ids[i]].packed = b->packed;
         tkvi_release_block(&kv->pool, id);
@@ -139,29 +139,29 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int coding, tk
     }
     b = &kv->pool.block[ids[i]];
     tkvi_note_move(kv, ids[i], list->len);
-    b->via = via;
+    b->previous_coding = previous_coding;
     if (packs) {
-        b->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], r.there, b->start);
-        b->gone = kv->pool.notes[ids[i]].anchored;
+        b->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
+        b->gone = kv->pool.token_meta[ids[i]].anchored;
     }
 }
 
 /* >>paper: starts with what there is and what was promised */
-static tkvi_peak tkvi_paper(tkv_cache *kv) {
+static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
     tkvi_peak k;
     int c;
     memset(&k, 0, sizeof k);
     k.tables = &kv->tables;
     k.live = kv->peak_live;
     for (c = 0; c < kv->tables.n_classes; c++) k.live[c] = kv->pool.live[c] + kv->pool.promised[c];
-    k.outside = kv->pool.n_spilled;
+    k.outside = kv->pool.n_offloaded;
     tkvi_peak_note(&k);
     return k;
 }
 
 /* What is due in one layer when it has `len` tokens: drop behind windows, warm to archive, tail to warm or
  * archive. `hot` is the plan's, or 0 to flush; `partial` takes the unfinished block too. */
-static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *paper) {
+static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -169,8 +169,8 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
     while (p->keep && gone + 1 < now.n &&
            (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->keep + tkvi_drop_margin(p) <= len) {
         const tkvi_block *b = &kv->pool.block[ids[gone]];
-        if (paper && b->refs == 1 && !tkvi_spilled(b)) tkvi_peak_give(paper, b->coding);
-        if (!paper) tkvi_release_block(&kv->pool, ids[gone]);
+        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->coding);
+        if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
         gone++;
     }
     if (gone) { /* on paper the list is a copy, and its block numbers stay where they are */
@@ -188,7 +188,7 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             left -= take;
         }
         now.n -= gone;
-        if (paper) {
+        if (dry_run) {
             ids += gone;
         } else {
             memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
@@ -205,12 +205,13 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm ones stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (paper ? gone : 0), tkvi_coding_of(&kv->tables, layer, due), paper);
+        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_coding_of(&kv->tables, layer, due),
+                    dry_run);
         if (is_warm) now.warm--;
         if (due == TKV_ARCHIVE) now.archive++;
         else now.warm++;
     }
-    if (!paper) *list = now;
+    if (!dry_run) *list = now;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */

@@ -17,8 +17,8 @@
 
 /* Tokens whose places in block i are not free: those that are there, and those that are anchored. */
 static uint64_t tkvi_kept(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (kv->pool.notes ? kv->pool.notes[ids[i]].anchored : 0);
+    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+           (kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored : 0);
 }
 
 /* The block that covers a position; -1: none does. */
@@ -51,7 +51,7 @@ static int tkvi_find(const tkv_cache *kv, const tkvi_list *list, const uint32_t 
     int i = tkvi_block_at(kv, list, ids, position);
     if (i < 0) return -1;
     *slot = tkvi_place_in(kv, list, ids, i, position);
-    if (*slot >= 0 && kv->pool.notes && kv->pool.notes[ids[i]].anchored >> *slot & 1) {
+    if (*slot >= 0 && kv->pool.token_meta && kv->pool.token_meta[ids[i]].anchored >> *slot & 1) {
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
@@ -71,20 +71,20 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
 static void tkvi_anchor_leaves(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int position = tkvi_at(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
-    tkvi_notes *notes;
+    tkvi_token_meta *token_meta;
     if (t < 0) return;
-    notes = &kv->pool.notes[ids[i]];
-    if (!(notes->anchored >> t & 1)) return;
-    notes->anchored &= ~((uint64_t)1 << t);
+    token_meta = &kv->pool.token_meta[ids[i]];
+    if (!(token_meta->anchored >> t & 1)) return;
+    token_meta->anchored &= ~((uint64_t)1 << t);
     kv->pool.block[ids[i]].gone &= ~((uint64_t)1 << t);
-    tkvi_mass_meet(kv, ids[0], ids[i]);
-    notes->mass[t] = kv->pool.notes[ids[0]].mass[slot];
+    tkvi_align_steps(kv, ids[0], ids[i]);
+    token_meta->mass[t] = kv->pool.token_meta[ids[0]].mass[slot];
 }
 
 /* The token at place t of block i, which is exact, joins the sinks at a place. */
 static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_helpers *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
     const tkvi_coding *a = &kv->tables.coding[to->coding], *b = &kv->tables.coding[from->coding];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
@@ -100,9 +100,9 @@ static void tkvi_anchor_joins(tkv_cache *kv, const uint32_t *ids, int i, int t, 
     }
     tkvi_set_at(kv, ids[0], slot, tkvi_at(kv, ids[i], t));
     to->gone &= ~((uint64_t)1 << slot);
-    kv->pool.notes[ids[0]].mass[slot] = kv->pool.notes[ids[i]].mass[t];
+    kv->pool.token_meta[ids[0]].mass[slot] = kv->pool.token_meta[ids[i]].mass[t];
     from->gone |= (uint64_t)1 << t;
-    kv->pool.notes[ids[i]].anchored |= (uint64_t)1 << t;
+    kv->pool.token_meta[ids[i]].anchored |= (uint64_t)1 << t;
 }
 
 /* The place for an anchor: one that is free, or that of the one that matters least. a: what they all got. */
@@ -127,15 +127,15 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     int t, newest;
     if (first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 || b->refs > 1) return;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) return;
-    there = tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
-    newest = tkvi_mass_newest(kv, list, ids);
-    tkvi_mass_meet(kv, ids[0], ids[i]);
-    tkvi_mass_now(kv, ids[i], list->len, newest, mine);
+    newest = tkvi_token_score_newest(kv, list, ids);
+    tkvi_align_steps(kv, ids[0], ids[i]);
+    tkvi_decay_to_now(kv, ids[i], list->len, newest, mine);
     for (t = 0; t < TKVI_BLOCK; t++) {
         int slot;
         if (!(there >> t & 1)) continue;
-        tkvi_mass_now(kv, ids[0], list->len, newest, a);
+        tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
         slot = tkvi_anchor_place(sinks, first, last, a);
         if (slot < sinks->packed && !(sinks->gone >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;

@@ -11,7 +11,7 @@
  *
  * How many blocks eviction gives back depends on who goes. What it gives back for sure is a look at each list
  * (tkvi_may_go). Where that is not enough, it is played through: the policy chooses for each list all that may go,
- * and what is left is pressed into as few blocks as there can be (tkvi_paper_floor), after everything else or before
+ * and what is left is pressed into as few blocks as there can be (tkvi_dry_run_floor), after everything else or before
  * it; then the same is done.
  *
  * Before an operation it is known on paper (tkvi_peak) what slots it takes; pages in use are exactly what the numbers
@@ -78,13 +78,13 @@ static int tkvi_list_want(const tkv_cache *kv, int seq, int layer, int n) {
 }
 
 /* The longest list that a row of an order may come to; as it is, or on paper without what has left it there. */
-static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_paper) {
+static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
     const int to = layer < 0 ? tkv_seq_len(kv, row->seq) + row->n : 0;
     int l, want = 0;
     if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int more = layer < 0 ? to - list->len : row->n, gone = on_paper ? list->n - list->left : 0;
+        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->left : 0;
         if (kv->tables.plan[l].stored == l && more > 0)
             want = tkvi_max(want, tkvi_list_want(kv, row->seq, l, more) - gone);
     }
@@ -92,12 +92,12 @@ static int tkvi_row_want(const tkv_cache *kv, const tkv_rows *row, int layer, in
 }
 
 /* Bytes of the index that this takes; old arrays are given back, but not before. */
-static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_paper) {
-    const tkvi_order *o = &kv->order;
+static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
+    const tkvi_memory_request *o = &kv->order;
     size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < o->n_rows; i++) {
-        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_paper);
+        const int want = tkvi_row_want(kv, &o->rows[i], o->layer, on_dry_run);
         bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.n_layers;
         most = tkvi_max(most, want);
@@ -111,35 +111,36 @@ static void tkvi_ask_nothing(tkv_cache *kv) {
 }
 
 /* What an operation asks for, from its paper (what it gives back does not count), and tokens for lists. */
-static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *paper, const tkv_rows *rows, int n_rows, int layer) {
-    int64_t blocks = kv->pool.n_spilled;
+static void tkvi_ask_for(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
+                         int layer) {
+    int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = paper->live[c] - now;
+        const int64_t now = kv->pool.live[c] + kv->pool.promised[c], more = dry_run->live[c] - now;
         kv->need[c] = more > 0 ? more : 0;
         blocks += now + kv->need[c];
     }
     kv->order.rows = rows;
     kv->order.n_rows = n_rows;
     kv->order.layer = layer;
-    kv->order.blocks = paper->most_blocks - blocks;
+    kv->order.blocks = dry_run->most_blocks - blocks;
 }
 
 /* >>what there would be */
-typedef struct tkvi_outlook {
+typedef struct tkvi_forecast {
     int64_t *slots;  /* of each class */
     int64_t outside; /* blocks */
-    int on_paper;    /* lists are as long as `left` says */
+    int on_dry_run;  /* lists are as long as `left` says */
     int64_t more;    /* pages beyond that, as it is not known which slots they are */
-} tkvi_outlook;
+} tkvi_forecast;
 
 /* As it is, and what is asked for. */
-static tkvi_outlook tkvi_now(tkv_cache *kv) {
-    tkvi_outlook o;
+static tkvi_forecast tkvi_now(tkv_cache *kv) {
+    tkvi_forecast o;
     int c;
     o.slots = kv->need + kv->tables.n_classes;
-    o.outside = kv->pool.n_spilled;
-    o.on_paper = 0;
+    o.outside = kv->pool.n_offloaded;
+    o.on_dry_run = 0;
     o.more = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
         o.slots[c] = kv->pool.live[c] + kv->pool.promised[c] + kv->need[c];
@@ -147,7 +148,7 @@ static tkvi_outlook tkvi_now(tkv_cache *kv) {
 }
 
 /* Bytes held then, room for recoding and growth of the index included. *index, if not NULL: the latter. */
-static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t *index) {
+static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
     int64_t pages = kv->pool.spare + o->more, blocks = o->outside;
     size_t bytes, more;
     int c;
@@ -156,7 +157,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t
         pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
         blocks += slots;
     }
-    more = tkvi_index_growth(kv, blocks, o->on_paper);
+    more = tkvi_index_growth(kv, blocks, o->on_dry_run);
     if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
     if (index) *index = more;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
@@ -166,7 +167,7 @@ static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_outlook *o, size_t
 }
 
 static size_t tkvi_bytes_now(tkv_cache *kv) {
-    const tkvi_outlook now = tkvi_now(kv);
+    const tkvi_forecast now = tkvi_now(kv);
     return tkvi_bytes_with(kv, &now, NULL);
 }
 
@@ -189,7 +190,7 @@ static int tkvi_any_step(const tkv_cache *kv) {
 
 /* Where a block of a list should be by rule r: TKV_HOT if it must stay. tables: those missing can be made. */
 static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
-                              const tkvi_rule *r, int tables) {
+                              const tkvi_tier_spec *r, int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
     if (end > list->chunk || (last && end - start < TKVI_BLOCK)) return TKV_HOT;
@@ -198,7 +199,8 @@ static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start
     return due;
 }
 
-static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r, int tables) {
+static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
+                         int tables) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
@@ -220,7 +222,7 @@ static void tkvi_in_place(tkvi_list *list, int i, tkv_tier due) {
 static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &kv->tables.plan[layer].now;
+    const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
     for (;;) {
         int i = list->sinks + list->tightest;
         tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_HOT;
@@ -232,7 +234,7 @@ static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_sta
         if (due == TKV_HOT) return 0;
         b = &kv->pool.block[ids[i]];
         s->coding = tkvi_coding_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_spilled(b) && tkvi_tighter(kv, b->coding, s->coding)) {
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_tighter(kv, b->coding, s->coding)) {
             s->seq = seq;
             s->layer = layer;
             s->i = i;
@@ -280,7 +282,7 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_HOT) break;
-                n += b->refs == 1 && !tkvi_spilled(b) &&
+                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_tighter(kv, b->coding, tkvi_coding_of(&kv->tables, layer, due));
             }
         }
@@ -295,13 +297,13 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
         st =
             tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.spill.store failed, and without it there is no room", 0, NULL);
     kv->refused++;
-    tkvi_tell(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, -1, -1, -1, bytes, kv->error);
     return st;
 }
 
 /* >>levels */
 /* The oldest block of all lists that may go outside does. 0: there is none, or the store failed. */
-static int tkvi_spill_oldest(tkv_cache *kv) {
+static int tkvi_offload_oldest(tkv_cache *kv) {
     int seq, layer, most = -1, of_seq = 0, of_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -315,7 +317,7 @@ static int tkvi_spill_oldest(tkv_cache *kv) {
             of_seq = seq;
             of_layer = layer;
         }
-    return most >= 0 && tkvi_spill_next(kv, of_seq, of_layer);
+    return most >= 0 && tkvi_offload_next(kv, of_seq, of_layer);
 }
 
 /* Another plan without a budget: what was reserved was counted by the old one. */
@@ -332,7 +334,7 @@ static void tkvi_end_promises(tkv_cache *kv) {
 static void tkvi_take_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.max_seqs * (size_t)kv->tables.cfg.n_layers;
     tkvi_take_level(&kv->tables, level);
-    if (!tkvi_lazy(kv)) tkvi_end_promises(kv);
+    if (!tkvi_has_budget(kv)) tkvi_end_promises(kv);
     for (i = 0; i < lists; i++) kv->list[i].tight = kv->list[i].tightest = 0;
 }
 
@@ -342,29 +344,29 @@ static void tkvi_go_to_level(tkv_cache *kv, int level) {
     tkvi_take_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_policy_move(&kv->policy.now, level);
-    tkvi_tell(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
-              level > from ? "memory is short: old tokens get tighter"
-                           : "memory is free again: new tokens are looser");
+    tkvi_emit_event(kv, TKV_EVENT_LEVEL, -1, from, level, tkvi_in_use(kv),
+                    level > from ? "memory is short: old tokens get tighter"
+                                 : "memory is free again: new tokens are looser");
 }
 
 /* >>how far it must go. Bits: blocks get looser, as a level has them; or all of them tighter, and, what is more: */
-typedef enum tkvi_resort {
+typedef enum tkvi_reclaim_stages {
     TKVI_LOOSEN = 1,
     TKVI_OUT = 2,       /* those that may go outside or be recomputed are gone */
     TKVI_EVICT = 4,     /* so are those that eviction gives back, and whose tokens are not outside */
     TKVI_EVICT_ALL = 8, /* be they outside or not */
     TKVI_FLOOR = 16, /* each list is evicted to its floor at once and pressed, so that it is known who goes */
     TKVI_FIRST = 32  /* before anything else happens */
-} tkvi_resort;
+} tkvi_reclaim_stages;
 
-static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_rule *rule, int level,
-                                  int resort) {
+static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_spec *rule, int level,
+                                  int reclaim_stages) {
     tkvi_spared s;
     memset(&s, 0, sizeof s);
-    s.outside = !(resort & TKVI_EVICT_ALL);
-    if (resort & TKVI_OUT) s.rule = rule;
-    if (resort & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
-        s.vacant = tkvi_vacant_to(kv, seq, level);
+    s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
+    if (reclaim_stages & TKVI_OUT) s.rule = rule;
+    if (reclaim_stages & TKVI_OUT && kv->tables.cfg.remat && tkvi_is_idle(kv, seq))
+        s.vacant = tkvi_discardable_to(kv, seq, level);
     return s;
 }
 
@@ -388,21 +390,21 @@ static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) 
     memset(&s, 0, sizeof s);
     s.outside = !outside_too;
     if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    tkvi_evict_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    tkvi_evict_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
     return 1;
 }
 
 /* A block on paper. */
-typedef struct tkvi_paper_block {
+typedef struct tkvi_planned_block {
     uint64_t anchored;
     int start, tokens, coding;
     tkv_tier tier;
     int stays; /* others hold it, too */
     int away;  /* it has no slot */
-} tkvi_paper_block;
+} tkvi_planned_block;
 
 /* What is in block b joins block a, as far as tkvi_may_join lets it to press. 1: nothing remains of it. */
-static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_block *b, int end) {
+static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_coding *coding = kv->tables.coding;
     const int room = TKVI_BLOCK - a->tokens;
     if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_binds(kv)) return 0;
@@ -416,30 +418,30 @@ static int tkvi_paper_join(const tkv_cache *kv, tkvi_paper_block *a, tkvi_paper_
 
 /* The blocks of a list at its floor, pressed: into `out`; returns how many. r: all of them were tightened to that, and
  * are away as `spared` says, before. NULL: they are as they are. */
-static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared, const tkvi_rule *r,
-                            tkvi_paper_block **out) {
+static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
+                              const tkvi_tier_spec *r, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int tables = !tkvi_any_step(kv);
-    tkvi_paper_block *paper;
+    tkvi_planned_block *dry_run;
     tkvi_choice c;
     int i, t, at = 0, n = 0;
-    tkvi_choose_surely(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
-    *out = paper = (tkvi_paper_block *)(void *)c.score; /* these have told all they can */
+    tkvi_choose_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
+    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* these have told all they can */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
         uint64_t left = tkvi_kept(kv, list, ids, i);
-        tkvi_paper_block *mine = &paper[n];
+        tkvi_planned_block *mine = &dry_run[n];
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
-        mine->anchored = kv->pool.notes[ids[i]].anchored;
+        mine->anchored = kv->pool.token_meta[ids[i]].anchored;
         mine->start = tkvi_block_start(kv, ids, i);
         mine->tokens = tkvi_bits_in(left);
         mine->coding = b->coding;
         mine->tier = tkvi_tier_at(list, i);
         mine->stays = b->refs > 1;
-        mine->away = !mine->stays && tkvi_is_away(kv, seq, layer, i, spared);
+        mine->away = !mine->stays && tkvi_is_elsewhere(kv, seq, layer, i, spared);
         if (r && i >= list->sinks && !mine->stays && !mine->away) {
             const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
             if (due != TKV_HOT) mine->tier = due;
@@ -447,7 +449,7 @@ static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared
         }
         if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
-            tkvi_paper_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            tkvi_dry_run_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
             continue;
         if (mine->tokens < tkvi_bits_in(left)) { /* a part has joined: it begins at what remains */
             left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
@@ -460,51 +462,54 @@ static int tkvi_paper_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared
 }
 
 /* Sinks among these blocks: 0 or 1. */
-static int tkvi_paper_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_paper_block *paper, int n) {
+static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *dry_run,
+                              int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return n && list->sinks && paper->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+    return n && list->sinks && dry_run->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
 }
 
-/* tkvi_vacant_to, when all layers are at their floor. */
-static int tkvi_paper_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
+/* tkvi_discardable_to, when all layers are at their floor. */
+static int tkvi_dry_run_vacant(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!kv->tables.cfg.remat || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
-        tkvi_paper_block *paper;
+        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        tkvi_planned_block *dry_run;
         if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
-        n = tkvi_paper_floor(kv, seq, layer, spared, NULL, &paper);
-        i = tkvi_paper_sinks(kv, seq, layer, paper, n);
-        while (i + 2 < n && !paper[i].stays && tkvi_is_old(kv, seq, layer, paper[i + 1].start, r)) i++;
-        to = tkvi_min(to, i < n ? paper[i].start : len);
+        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &dry_run);
+        i = tkvi_dry_run_sinks(kv, seq, layer, dry_run, n);
+        while (i + 2 < n && !dry_run[i].stays && tkvi_is_old(kv, seq, layer, dry_run[i + 1].start, r)) i++;
+        to = tkvi_min(to, i < n ? dry_run[i].start : len);
     }
     return to;
 }
 
 /* Adds to an outlook what becomes of a list at its floor. */
-static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
+                           tkvi_forecast *o) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
-    const int first = resort & TKVI_FIRST;
-    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, first ? resort & ~TKVI_OUT : resort);
-    const int vacant = first && resort & TKVI_OUT ? tkvi_paper_vacant(kv, seq, level, &spared) : 0;
-    tkvi_paper_block *paper;
+    const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
+    const int first = reclaim_stages & TKVI_FIRST;
+    const tkvi_spared spared =
+        tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
+    const int vacant = first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_vacant(kv, seq, level, &spared) : 0;
+    tkvi_planned_block *dry_run;
     int i, sinks;
-    list->left = tkvi_paper_floor(kv, seq, layer, &spared, first ? NULL : r, &paper);
+    list->left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (b->refs > 1) continue;
-        if (tkvi_spilled(b)) o->outside--;
+        if (tkvi_is_offloaded(b)) o->outside--;
         else o->slots[kv->tables.coding[b->coding].size_class]--;
     }
-    sinks = tkvi_paper_sinks(kv, seq, layer, paper, list->left);
+    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->left);
     for (i = 0; i < list->left; i++) {
-        tkvi_paper_block *b = &paper[i];
+        tkvi_planned_block *b = &dry_run[i];
         const int end = i + 1 < list->left ? b[1].start : list->len;
         if (b->stays) continue;
-        if (first && resort & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
+        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the rest follows */
             const tkv_tier due =
                 tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->left, r, !tkvi_any_step(kv));
             if (due != TKV_HOT && tkvi_tighter(kv, b->coding, r->coding[due])) b->coding = r->coding[due];
@@ -524,7 +529,7 @@ typedef struct tkvi_going {
 } tkvi_going;
 
 /* The tier and the coding of block i when all is as tight as rule r wants it. */
-static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r,
+static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
                                int *coding) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
@@ -536,7 +541,7 @@ static tkv_tier tkvi_tightened(const tkv_cache *kv, int seq, int layer, int i, c
 /* Of blocks that may be merged two that did not fit into one are more than half full, but for the last of each stretch
  * of a tier and format, and of the list; where tokens cannot move, blocks are not merged at all. Which of them are
  * left is known where the oldest go first, and no anchors are made before. */
-static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_rule *r,
+static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
                               const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -547,10 +552,10 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
     if (kv->seq[seq].in_step || list->n == 0) return go;
     stay = tkvi_stay_of(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
-        const int there = tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        const int there = tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_is_away(kv, seq, layer, i, spared)) {
+        if (tkvi_is_elsewhere(kv, seq, layer, i, spared)) {
             out++;
             tokens_out += there;
             key = -1;
@@ -573,7 +578,7 @@ static tkvi_going tkvi_may_go(const tkv_cache *kv, int seq, int layer, const tkv
 
 /* So many blocks of a list go, of `has` of each class, and no one knows which: the smallest, which is the least. They
  * may be others, and then there are other pages that are not full. */
-static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) {
+static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     while (n > 0) {
         int c, least = -1;
@@ -590,37 +595,38 @@ static void tkvi_add_going(tkv_cache *kv, int n, int64_t *has, tkvi_outlook *o) 
 }
 
 /* Adds to an outlook what becomes of a list: of all blocks that are looser than this level wants them, and so on. */
-static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int resort, tkvi_outlook *o) {
+static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
+                             tkvi_forecast *o) {
     const tkvi_tables *t = &kv->tables;
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_rule *r = &tkvi_rules_of(t, layer)[level];
-    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, resort);
+    const tkvi_tier_spec *r = &tkvi_rules_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
     int64_t *has = kv->need + 2 * t->n_classes;
     tkvi_going go = {0, 0, 0};
     tkv_evict_config full;
     int i;
     memset(has, 0, (size_t)t->n_classes * sizeof *has);
     (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (resort & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
+    if (reclaim_stages & TKVI_EVICT) go = tkvi_may_go(kv, seq, layer, r, &spared);
     list->left = list->n - go.here;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         int gone = 0, coding;
         if (b->refs > 1) continue;
-        if (tkvi_is_away(kv, seq, layer, i, &spared)) {
+        if (tkvi_is_elsewhere(kv, seq, layer, i, &spared)) {
             gone = go.outside-- > 0;
-            if (!tkvi_spilled(b)) o->slots[t->coding[b->coding].size_class]--;
-            o->outside += !gone - tkvi_spilled(b);
+            if (!tkvi_is_offloaded(b)) o->slots[t->coding[b->coding].size_class]--;
+            o->outside += !gone - tkvi_is_offloaded(b);
             list->left -= gone;
             continue;
         }
         if (go.oldest > 0) {
-            go.oldest -= tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+            go.oldest -= tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
                    tkvi_block_start(kv, ids, i) >= full.sink_tokens;
         }
-        if (resort & TKVI_LOOSEN) {
+        if (reclaim_stages & TKVI_LOOSEN) {
             coding = r->coding[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
             if (!tkvi_tighter(kv, coding, b->coding)) coding = b->coding;
         } else {
@@ -635,29 +641,29 @@ static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int r
 }
 
 /* What there would be. */
-static tkvi_outlook tkvi_at_level(tkv_cache *kv, int level, int resort) {
-    tkvi_outlook o = tkvi_now(kv);
+static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
+    tkvi_forecast o = tkvi_now(kv);
     int64_t *mixed = kv->need + 3 * kv->tables.n_classes;
     int seq, layer, c, n = 0;
-    o.on_paper = 1;
+    o.on_dry_run = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
-            if (resort & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
-                tkvi_add_floor(kv, seq, layer, level, resort, &o);
-            else tkvi_add_list_at(kv, seq, layer, level, resort, &o);
+            if (reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step && tkvi_list_of(kv, seq, layer)->n)
+                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
+            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
     for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
     o.more = tkvi_max(0, n - 1);
     return o;
 }
 
 /* Would what is asked for fit, going so far at the last level? */
-static int tkvi_resort_fits(tkv_cache *kv, int resort, int share, size_t budget, size_t *bytes) {
-    tkvi_outlook o;
+static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t budget, size_t *bytes) {
+    tkvi_forecast o;
     size_t then;
-    kv->resort = resort;
+    kv->reclaim_stages = reclaim_stages;
     kv->share = share;
-    o = tkvi_at_level(kv, kv->policy.cfg.max_level, resort);
+    o = tkvi_at_level(kv, kv->policy.cfg.max_level, reclaim_stages);
     then = tkvi_bytes_with(kv, &o, NULL);
     *bytes = then < *bytes ? then : *bytes;
     return then <= budget;
@@ -671,8 +677,8 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
     for (i = 0; i < 2 * n && !fits; i++) {
         /* anchors that are made before it happens are not known */
         if (kv->tables.cfg.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
-        fits = tkvi_resort_fits(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
-                                share, budget, bytes);
+        fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
+                               share, budget, bytes);
     }
     return fits;
 }
@@ -683,18 +689,18 @@ static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *byte
 static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
     int level, share;
-    kv->resort = 0;
+    kv->reclaim_stages = 0;
     *bytes = tkvi_bytes_now(kv);
     for (level = kv->tables.level; *bytes > budget && level <= kv->policy.cfg.max_level; level++) {
-        const tkvi_outlook o = tkvi_at_level(kv, level, 0);
+        const tkvi_forecast o = tkvi_at_level(kv, level, 0);
         const size_t then = tkvi_bytes_with(kv, &o, NULL);
         *bytes = then < *bytes ? then : *bytes;
     }
     if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_resort_fits(kv, TKVI_OUT, 0, budget, bytes)) return 1;
+    if ((tkvi_can_store(kv) || cfg->remat) && tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes)) return 1;
     if (!cfg->evict.kind) return 0;
-    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
-    if (tkvi_resort_fits(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
     if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
     for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
     return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
@@ -716,7 +722,7 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
     const int spare = kv->pool.spare;
     if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
     if (within && !tkvi_has_slot(kv, s.coding, TKVI_IN_OPEN_PAGES)) {
-        const tkvi_outlook then = tkvi_now(kv);
+        const tkvi_forecast then = tkvi_now(kv);
         then.slots[tkvi_coding_at(kv, &s)->size_class]--;
         then.slots[kv->tables.coding[s.coding].size_class]++;
         if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
@@ -740,13 +746,14 @@ static size_t tkvi_tighten_one(tkv_cache *kv, size_t within, int early) {
 /* What a level allows before the next one begins: its threshold of the budget, and room for the blocks that all layers
  * of a sequence open at the same token. At level 0 nothing is to be done. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
-    const size_t budget = kv->tables.cfg.budget_bytes, lump = kv->lump + kv->lump / 4;
+    const size_t budget = kv->tables.cfg.budget_bytes,
+                 bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
     soft = tkvi_threshold(&kv->policy.cfg, level - 1) < 1.0f
                ? (size_t)((double)budget * (double)tkvi_threshold(&kv->policy.cfg, level - 1))
                : budget;
-    return budget > lump && budget - lump < soft ? budget - lump : soft;
+    return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
 
 /* Is more held than a share (tenths) of what the level allows, so that blocks must get tighter? */
@@ -770,19 +777,20 @@ static int tkvi_may_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_policy_config *p = &kv->policy.cfg;
     const double budget = (double)kv->tables.cfg.budget_bytes;
-    tkvi_outlook looser;
+    tkvi_forecast looser;
     double bytes;
     if (tkvi_in_use(kv) >= kv->relax_at) return 0;
     looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
     bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
-    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) && bytes + 3.0 * (double)kv->lump < budget)
+    if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
+        bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
     kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* to find out takes a walk over all blocks */
     return 0;
 }
 
 /* Does a layer still have to learn a table that some level wants? */
-static int tkvi_lacks_tables(const tkv_cache *kv) {
+static int tkvi_needs_tables(const tkv_cache *kv) {
     int i, lacks = 0;
     for (i = 0; i < kv->tables.cfg.n_layers; i++)
         lacks |= kv->tables.plan[i].stored == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
@@ -793,8 +801,10 @@ static int tkvi_lacks_tables(const tkv_cache *kv) {
 /* In a step no table is made. Where bytes get short, those that are missing are made before it begins. */
 static void tkvi_learn_early(tkv_cache *kv) {
     int i;
-    if (!tkvi_lazy(kv) || !tkvi_lacks_tables(kv) || tkvi_any_step(kv)) return;
-    if (tkvi_in_use(kv) + 2 * kv->lump < tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1)) return;
+    if (!tkvi_has_budget(kv) || !tkvi_needs_tables(kv) || tkvi_any_step(kv)) return;
+    if (tkvi_in_use(kv) + 2 * kv->bytes_per_block <
+        tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
+        return;
     for (i = 0; i < kv->tables.cfg.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         int8_t had;
@@ -817,27 +827,28 @@ static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
     target = tkvi_policy_sample(&kv->policy, own > outside ? own : outside, level);
     if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
     level = kv->tables.level;
-    kv->debt += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->debt > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_lacks_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->lump > kv->tables.cfg.budget_bytes) &&
+    kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->recode_backlog > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_needs_tables(kv)) &&
+        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget_bytes) &&
         !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
         tkvi_go_to_level(kv, ++level);
-    while (kv->debt > 0) {
+    while (kv->recode_backlog > 0) {
         const size_t won = tkvi_tighten_due(kv, tkvi_is_pressed(kv, 10) ||
                                                     (level > 0 && outside > tkvi_threshold(p, level - 1)));
-        kv->debt -= (int64_t)won;
+        kv->recode_backlog -= (int64_t)won;
         if (won) continue;
-        kv->debt =
-            -(int64_t)(kv->lump / 64); /* to look for it takes a walk over all lists: not with each append */
+        kv->recode_backlog =
+            -(int64_t)(kv->bytes_per_block /
+                       64); /* to look for it takes a walk over all lists: not with each append */
     }
 }
 
 /* Tokens go: a batch, or those of the next list, *list, to its floor. 0: none can. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n = kv->tables.cfg.n_layers, all = (kv->resort & TKVI_EVICT_ALL) != 0;
+    const int n = kv->tables.cfg.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
     int went = 0;
     if (!kv->tables.cfg.evict.kind) return 0;
-    if (!(kv->resort & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
+    if (!(kv->reclaim_stages & TKVI_FLOOR)) return tkvi_evict_some(kv, 0) || (all && tkvi_evict_some(kv, 1));
     for (; !went && *list < kv->tables.cfg.max_seqs * n; (*list)++)
         went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
     return went;
@@ -853,19 +864,19 @@ static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
 static int tkvi_make_room(tkv_cache *kv, size_t budget) {
     int list = 0, evicts = 0;
     for (;;) {
-        const tkvi_outlook now = tkvi_now(kv);
+        const tkvi_forecast now = tkvi_now(kv);
         size_t index;
         if (tkvi_bytes_with(kv, &now, &index) <= budget) {
             if (kv->heap.held > budget || index > budget - kv->heap.held)
                 tkvi_trim_to(&kv->pool, 0); /* the index needs what pages have left */
             return 1;
         }
-        if (kv->resort & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
+        if (kv->reclaim_stages & TKVI_FIRST && (evicts || (evicts = tkvi_may_evict(kv, budget))) &&
             tkvi_evict_next(kv, &list))
             continue;
         if (tkvi_tighten_one(kv, 0, 1)) continue;
         if (kv->tables.level < kv->policy.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
-        else if (tkvi_spill_oldest(kv) || tkvi_vacate_idle(kv)) continue;
+        else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
         else if (!tkvi_evict_next(kv, &list)) return 0;
     }
@@ -888,10 +899,10 @@ TKV_API tkv_status tkv_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->spilled = kv->spilled;
     out->unstored = kv->unstored;
     out->promoted = kv->promoted;
-    out->dropped = kv->vacated;
+    out->dropped = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
-    out->pending = tkvi_lazy(kv) ? tkvi_pending(kv) : 0;
+    out->pending = tkvi_has_budget(kv) ? tkvi_pending(kv) : 0;
     return TKV_OK;
 }
 
@@ -909,16 +920,16 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         kv->tables.cfg.budget_bytes = kv->heap.limit = 0;
         tkvi_end_promises(kv);
         kv->pool.spare = 0;
-        kv->pool.cushion = 0;
+        kv->pool.kept_free_pages = 0;
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
     tkvi_ask_nothing(kv);
     kv->clock++;
     if (kv->pool.spare == 0) { /* there was none for a while: recoding needs its pages */
-        tkvi_peak paper = tkvi_paper(kv);
+        tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.spare = kv->tables.spare;
-        if (!tkvi_peak_ready(&kv->pool, &paper)) {
+        if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
             kv->pool.spare = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
@@ -939,7 +950,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.keep_all) /* the rest of what is held does not change */
         kv->pool.allowed = (int64_t)((bytes - tkvi_rest(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
-    kv->pool.cushion = tkvi_cushion(kv);
+    kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     kv->relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
@@ -948,7 +959,7 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
     if (level < kv->policy.cfg.min_level || level > kv->policy.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.policy");
-    if (kv->pool.keep_all && !tkvi_lazy(kv))
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
     tkvi_go_to_level(kv, level);
     return tkvi_ok(kv);
@@ -959,7 +970,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     if (!kv) return TKV_ERR_ARG;
     if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
-    if (kv->pool.keep_all && !tkvi_lazy(kv))
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
     n = (size_t)kv->tables.cfg.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
@@ -974,7 +985,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
     tkvi_ask_nothing(kv);
-    while (tkvi_lazy(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
+    while (tkvi_has_budget(kv) && n < max_work && tkvi_tighten_due(kv, tkvi_is_pressed(kv, 9))) n++;
     tkvi_trim(&kv->pool);
     if (done) *done = n;
     return tkvi_ok(kv);

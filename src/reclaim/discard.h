@@ -17,15 +17,15 @@
 /* Is block i missing? Not where all of its tokens were evicted, or are anchors. */
 static int tkvi_missing(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
-    return tkvi_absent(b) && tkvi_there(b, tkvi_block_tokens(kv, list, ids, i));
+    return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Has a layer blocks with positions from .. to - 1 that nobody has? */
-static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
+static int tkvi_next_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, lacks = 0;
-    for (i = 0; kv->pool.n_absent && i < list->n && !lacks; i++)
+    for (i = 0; kv->pool.n_discarded && i < list->n && !lacks; i++)
         lacks = tkvi_missing(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
     return lacks;
@@ -36,21 +36,21 @@ static int tkvi_lacks(const tkv_cache *kv, int seq, int layer, int64_t from, int
 static int tkvi_misses(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
-    if (!kv->pool.n_absent || list->n == 0) return 0;
+    if (!kv->pool.n_discarded || list->n == 0) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_lacks(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_next_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
 /* Blocks behind the sinks that end here or before may go in all layers, as this level has them. */
-static int tkvi_vacant_to(const tkv_cache *kv, int seq, int level) {
+static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_may_spill(kv, seq, layer, i, r);) i++;
+        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
@@ -62,7 +62,7 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_spilled(&kv->pool.block[ids[i]]);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -74,7 +74,7 @@ static int tkvi_first_here(const tkv_cache *kv, int seq, int *start, int *end) {
 /* Blocks behind the sinks that end at `to` or before go, in all layers; those outside RAM stay there: they take none,
  * and to fetch is cheaper than to compute. Returns the bytes of what went, or, without `really`, would go; *last:
  * where the last of it ended, if that is further. */
-static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last) {
+static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
@@ -84,14 +84,14 @@ static size_t tkvi_vacate(tkv_cache *kv, int seq, int to, int really, int *last)
             tkvi_block *b = &kv->pool.block[ids[i]];
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_offloaded(b)) continue;
             freed += kv->tables.coding[b->coding].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;
-            kv->pool.n_spilled++;
-            kv->pool.n_absent++;
-            kv->vacated++;
+            kv->pool.n_offloaded++;
+            kv->pool.n_discarded++;
+            kv->blocks_discarded++;
             tkvi_give_slot(&kv->pool, page, slot);
         }
     }
@@ -105,17 +105,17 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* The first block that may go, of the sequence that nobody has used for longest, does, or, where it may not in all
  * layers, what else may. 0: there is none. */
-static int tkvi_vacate_idle(tkv_cache *kv) {
+static int tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     for (seq = 0; kv->tables.cfg.remat && seq < kv->tables.cfg.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_here(kv, seq, &start, &end)) continue;
-        end = tkvi_min(end, tkvi_vacant_to(kv, seq, kv->tables.level));
-        if (!tkvi_vacate(kv, seq, end, 0, &last)) continue;
+        end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
+        if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_vacate(kv, from, to, 1, &last) > 0;
+    return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
 }
 
 #endif /* TKVI_RECLAIM_DISCARD_H */

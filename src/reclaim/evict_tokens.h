@@ -7,7 +7,7 @@
  *     gone        . x x .   x x x .   . x . .
  *     merged     [a d h -]           [i . k l]        a block that was coded is decoded and coded again
  *
- * Positions stay what they were: a packed block lists them (tkvi_notes.where). A block of which nothing is left goes,
+ * Positions stay what they were: a packed block lists them (tkvi_token_meta.where). An empty block goes,
  * and the one before it covers its positions. The block at the end stays as it is, so do those that others hold too.
  * All of this needs no memory beyond the room for the choice, which lists bring with them. May call age and below.
  */
@@ -23,8 +23,8 @@ static int tkvi_bits_in(uint64_t x) {
     return n;
 }
 
-static uint64_t tkvi_there_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_there(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Tokens of a list that are not gone. */
@@ -33,7 +33,7 @@ static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_there_in(kv, list, ids, i))
+        n += kv->pool.block[ids[i]].gone ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
                                          : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
@@ -45,14 +45,14 @@ static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Tokens of a block that are pinned, by now. */
 static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
-    const tkvi_notes *notes = &kv->pool.notes[id];
-    return notes->pinned | (notes->until > list->len ? notes->passing : 0);
+    const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
+    return token_meta->pinned | (token_meta->until > list->len ? token_meta->temporary_pins : 0);
 }
 
 /* Tokens that a policy may choose from: anchors are not among them. */
 static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int layer,
                                int i) {
-    const uint64_t there = tkvi_there_in(kv, list, ids, i);
+    const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
     return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
 }
 
@@ -60,7 +60,7 @@ static uint64_t tkvi_choosable(const tkv_cache *kv, const tkvi_list *list, const
 static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
     int i, t, found = 0;
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1) {
@@ -77,9 +77,9 @@ static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
     int i, a;
     if (!kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_gauge *g = &kv->meter->gauge[i];
+        tkvi_head_probe *g = &kv->meter->head_probe[i];
         for (a = 0; a < g->n && g->layer == layer; a++)
-            if (g->start[a] == start) tkvi_gauge_drop(g, a);
+            if (g->start[a] == start) tkvi_head_probe_drop(g, a);
     }
 }
 
@@ -101,7 +101,7 @@ static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* Gives back block i, of which nothing is left. 0: it has to stay, as the one before it is held by others. */
-static int tkvi_drop_block(tkv_cache *kv, int seq, int layer, int i) {
+static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
@@ -119,12 +119,12 @@ static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, 
     int room, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.coding[b->coding].key || tkvi_binds(kv)) return 0;
-    if (tkvi_spilled(a) || tkvi_spilled(b)) return 0;
+    if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
     room = TKVI_BLOCK - tkvi_bits_in(tkvi_kept(kv, list, ids, i));
     n = tkvi_bits_in(tkvi_kept(kv, list, ids, i + 1));
     if (n <= room) return n;
-    if (kv->pool.notes[ids[i]].anchored | kv->pool.notes[ids[i + 1]].anchored) return 0;
+    if (kv->pool.token_meta[ids[i]].anchored | kv->pool.token_meta[ids[i + 1]].anchored) return 0;
     if (press) return room;
     if (!tkvi_is_hot_coding(kv, layer, a->coding) || a->copy || b->copy) return 0;
     return room >= TKVI_BLOCK / 4 ? room : 0;
@@ -140,13 +140,13 @@ static uint64_t tkvi_first_bits(uint64_t bits, int n) {
 /* Block i begins at its first token that is there. */
 static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
-    tkvi_notes *notes = &kv->pool.notes[ids[i]];
+    tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, by = 0;
     tkvi_list_positions(kv, list, ids, i);
     for (t = b->packed; t-- > 0;)
-        if (!(b->gone >> t & 1)) by = notes->where[t];
+        if (!(b->gone >> t & 1)) by = token_meta->where[t];
     for (t = 0; t < b->packed; t++)
-        notes->where[t] = (uint16_t)(notes->where[t] > by ? notes->where[t] - by : 0);
+        token_meta->where[t] = (uint16_t)(token_meta->where[t] > by ? token_meta->where[t] - by : 0);
     b->start += by;
 }
 
@@ -155,7 +155,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_helpers *help = kv->kernels->helpers;
+    const tkvi_simd_ops *help = kv->kernels->helpers;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const uint64_t here = tkvi_kept(kv, list, ids, i), left = tkvi_kept(kv, list, ids, i + 1);
     const uint64_t there = tkvi_first_bits(left, count);
@@ -173,10 +173,10 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
         n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
         tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
     }
-    tkvi_mass_meet(kv, ids[i], ids[i + 1]);
-    a->packed = (int16_t)tkvi_note_those(kv, ids[i], 0, ids[i], here, a->start);
-    a->packed = (int16_t)tkvi_note_those(kv, ids[i], a->packed, ids[i + 1], there, a->start);
-    a->gone = kv->pool.notes[ids[i]].anchored;
+    tkvi_align_steps(kv, ids[i], ids[i + 1]);
+    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
+    a->packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->packed, ids[i + 1], there, a->start);
+    a->gone = kv->pool.token_meta[ids[i]].anchored;
     tkvi_forget_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
     kv->merged++;
@@ -190,13 +190,13 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count
 }
 
 /* After tokens have gone: what is empty goes, neighbours join. */
-static void tkvi_close_ranks(tkv_cache *kv, int seq, int layer, int press) {
+static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
         if (kv->pool.block[ids[i]].refs == 1 && !tkvi_kept(kv, list, ids, i) &&
-            tkvi_drop_block(kv, seq, layer, i))
+            tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
@@ -230,7 +230,7 @@ static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t th
     const size_t dim = (size_t)kv->tables.cfg.head_dim;
     const tkvi_record *r = &kv->tables.coding[kv->pool.block[id].coding].record[head];
     const uint8_t *bytes;
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     room.key = TKVI_NIL;
     if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
         memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
@@ -278,37 +278,38 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
 typedef struct tkvi_spared {
     int outside; /* tokens outside RAM: they take none but of the index */
     /* on paper: as if all blocks were outside that may go there by this rule (NULL: none), and those up to `vacant` */
-    const tkvi_rule *rule;
+    const tkvi_tier_spec *rule;
     int vacant;
 } tkvi_spared;
 
 /* Is block i outside, or would be? */
-static int tkvi_is_away(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+static int tkvi_is_elsewhere(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (tkvi_spilled(&kv->pool.block[ids[i]])) return 1;
+    if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
     if (!s || !s->rule || i < list->sinks) return 0;
     return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
-           (tkvi_can_store(kv) && tkvi_may_spill(kv, seq, layer, i, s->rule));
+           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, s->rule));
 }
 
 /* The tokens of a layer as policies see them. pinned, priority, scores: by position, or NULL. */
-static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                const tkvi_spared *spared, tkvi_choice *c) {
+static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
+                                      const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
-    int i, t, newest = tkvi_mass_newest(kv, list, ids);
+    int i, t, newest = tkvi_token_score_newest(kv, list, ids);
     *c = tkvi_choice_of(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        const int first = c->n, stays = spared && spared->outside && tkvi_is_away(kv, seq, layer, i, spared);
+        const int first = c->n,
+                  stays = spared && spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared);
         float mass[TKVI_BLOCK];
-        kv->pool.notes[ids[i]].passing &= pinned; /* what has ended has, also where blocks join */
-        tkvi_mass_now(kv, ids[i], list->len, newest, mass);
+        kv->pool.token_meta[ids[i]].temporary_pins &= pinned; /* what has ended has, also where blocks join */
+        tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
         if (needs & TKV_EVICT_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_block_norms(kv, ids[i], there, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -317,7 +318,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             at = tkvi_at(kv, ids[i], t);
             c->position[c->n] = at;
             if (needs & TKV_EVICT_NEEDS_NORMS && tkvi_keeps_norms(kv))
-                c->value[c->n] = tkvi_from_bits(kv->pool.notes[ids[i]].mass[t]);
+                c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].mass[t]);
             if (!(needs & TKV_EVICT_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
             c->priority[c->n] = (signed char)(p && p->priority ? p->priority[at] : 0);
             if (b->refs > 1 || stays || pinned >> t & 1 || (p && p->pinned && tkvi_has(p->pinned, at)))
@@ -325,7 +326,7 @@ static tkv_evict_view tkvi_look(tkv_cache *kv, int seq, int layer, const tkv_evi
             c->n++;
         }
         if (needs & TKV_EVICT_NEEDS_SCORES && !(p && p->scores)) /* importance as tkv_importance_of has it */
-            tkvi_weigh(kv, c->position + first, c->value + first, c->n - first, list->len);
+            tkvi_weigh_importance(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
     v.n = c->n;
@@ -361,7 +362,7 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     int i, t, at = 0;
     for (i = 0; i < list->n; i++) {
         const uint64_t there = tkvi_choosable(kv, list, ids, layer, i);
-        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         *chosen = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
@@ -369,21 +370,21 @@ static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
 }
 
 /* They go. Nothing can fail. */
-static void tkvi_let_go(tkv_cache *kv, int seq, int layer, int press) {
+static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int *position = tkvi_choice_of(kv).position;
     int i, t, gone = 0;
     for (i = 0; i < list->n; i++) {
-        uint64_t *chosen = &kv->pool.notes[ids[i]].chosen;
+        uint64_t *chosen = &kv->pool.token_meta[ids[i]].chosen;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*chosen >> t & 1) position[gone++] = tkvi_at(kv, ids[i], t);
         kv->pool.block[ids[i]].gone |= *chosen;
         *chosen = 0;
     }
     kv->evicted += (uint64_t)gone;
-    tkvi_close_ranks(kv, seq, layer, press);
-    if (gone) tkvi_tell_gone(kv, seq, layer, position, gone);
+    tkvi_compact_blocks(kv, seq, layer, press);
+    if (gone) tkvi_emit_evicted(kv, seq, layer, position, gone);
 }
 
 /* Who goes so that at most `keep` tokens of a layer stay. */
@@ -392,7 +393,7 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
                               tkvi_choice *c) {
     const int attention = TKV_EVICT_NEEDS_MASS | TKV_EVICT_NEEDS_OBSERVED | TKV_EVICT_NEEDS_LAST;
     const int needs = p && p->scores ? TKV_EVICT_NEEDS_SCORES : tkv_evict_needs(cfg->kind);
-    tkv_evict_view v = tkvi_look(kv, seq, layer, p, needs, spared, c);
+    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
     tkv_evict_config by = *cfg;
     tkv_status st;
     if (p && p->scores && !(tkv_evict_needs(cfg->kind) & attention)) by.kind = TKV_EVICT_SCORES;
@@ -403,20 +404,20 @@ static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict
 }
 
 /* The same by cfg.evict; if its scores are no numbers (a user's may not be), the oldest go. */
-static void tkvi_choose_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                               tkvi_choice *c) {
+static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                                  tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
     if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.kind = TKV_EVICT_SLIDING;
     (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
-static void tkvi_evict_surely(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                              int press) {
+static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
+                                 int press) {
     tkvi_choice c;
-    tkvi_choose_surely(kv, seq, layer, keep, spared, &c);
+    tkvi_choose_or_oldest(kv, seq, layer, keep, spared, &c);
     tkvi_note_victims(kv, seq, layer, &c);
-    tkvi_let_go(kv, seq, layer, press);
+    tkvi_apply_eviction(kv, seq, layer, press);
 }
 
 /* Before n more tokens come: does the layer have more than it may keep? */
@@ -431,13 +432,13 @@ static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
     (void)tkvi_evict_fill(&cfg->evict, &full);
     least =
         tkvi_min(full.sink_tokens + 1, keep / 2); /* sinks are for good, however many tokens come at once */
-    if (due > 0) tkvi_evict_surely(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
+    if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
 }
 
 /* >>under a budget that no level holds: the next resort */
 /* Tokens of a block that are pinned and there: pins of those that are gone hold nothing. */
 static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_there_in(kv, list, ids, i);
+    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
 }
 
 /* Tokens of a list that stay in any case; as many anchors as there may be, for blocks that get tighter make some. */
@@ -452,8 +453,8 @@ static int tkvi_stay_of(const tkv_cache *kv, int seq, int layer, const tkvi_spar
         TKVI_BLOCK; /* half of them: rules/evict.h */
     n += kv->tables.cfg.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(spared->outside && tkvi_is_away(kv, seq, layer, i, spared)
-                              ? tkvi_there_in(kv, list, ids, i)
+        n += tkvi_bits_in(spared->outside && tkvi_is_elsewhere(kv, seq, layer, i, spared)
+                              ? tkvi_live_mask_in(kv, list, ids, i)
                               : tkvi_held_in(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
@@ -476,8 +477,8 @@ static int tkvi_evict_some(tkv_cache *kv, int outside_too) {
             count = n;
         }
     if (most > 0)
-        tkvi_evict_surely(kv, of_seq, of_layer,
-                          count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
+        tkvi_evict_or_oldest(kv, of_seq, of_layer,
+                             count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
     return most > 0;
 }
 

@@ -29,23 +29,23 @@ typedef struct tkvi_piece {
 } tkvi_piece;
 
 /* Where a piece that was fetched stands, and which one it is: K and V are asked for one after the other. */
-typedef struct tkvi_room {
-    TKVI_ALIGNED uint8_t bytes[TKVI_SPILL_ROOM];
+typedef struct tkvi_fetch_buffer {
+    TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
     uint32_t key; /* TKVI_NIL: none */
     int head, part;
-} tkvi_room;
+} tkvi_fetch_buffer;
 
 /* Pieces of a record: 1 or 2. */
-static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_SPILL_SIDE); }
+static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside what, int coding,
+static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int coding,
                                 uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     uint8_t text[24];
     tkvi_piece p;
     p.key = tkvi_store_key(id, what);
     p.from = r->at + (part ? r->v_at : 0);
-    p.at = p.from + TKVI_SPILL_HASH * (2u * (size_t)head + (size_t)part);
+    p.at = p.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
     p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(text, p.key);
     tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
@@ -59,8 +59,8 @@ static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_outside w
 
 /* >>out */
 /* What is in RAM of a block goes to the store. 0: that failed, and the store has nothing of it. */
-static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outside what, uint64_t mark) {
-    TKVI_ALIGNED uint8_t room[TKVI_SPILL_ROOM];
+static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
+    TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_coding *c = &kv->tables.coding[b->coding];
@@ -70,8 +70,8 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_outsi
             const tkvi_piece p = tkvi_piece_of(kv, id, what, b->coding, mark, head, part);
             memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
             tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_SPILL_HASH) == 0) continue;
-            tkvi_drop_key(&kv->pool, id, what);
+            if (s->store(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+            tkvi_erase_key(&kv->pool, id, what);
             kv->unstored++;
             return 0;
         }
@@ -92,7 +92,7 @@ static void tkvi_keep_copy(tkv_cache *kv, int layer, uint32_t id) {
 static int tkvi_can_store(const tkv_cache *kv) { return kv->tables.cfg.spill.store && !kv->store_failed; }
 
 /* Is what ends here as old as what leaves the hot tier by rule r, and not of the last append? */
-static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_rule *r) {
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.hot_tokens;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* all is hot: then what is not the newest */
@@ -101,7 +101,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
 
 /* May block i of a list go out by rule r? Of one holder, and old; no sinks, and not the last two, from which attention
  * takes what keys have in common. */
-static int tkvi_may_spill(const tkv_cache *kv, int seq, int layer, int i, const tkvi_rule *r) {
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
@@ -113,14 +113,15 @@ static int tkvi_next_out(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->out;
-    while (i < list->n && tkvi_spilled(&kv->pool.block[ids[i]])) i++;
+    while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
     list->out = tkvi_max(0, i - list->sinks);
-    while (i < list->n && (tkvi_spilled(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1)) i++;
-    return i < list->n && tkvi_may_spill(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
+    while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
+        i++;
+    return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
 /* It goes. 0: there is none, or the store failed and it stays. */
-static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
+static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     const int i = tkvi_next_out(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
@@ -136,29 +137,29 @@ static int tkvi_spill_next(tkv_cache *kv, int seq, int layer) {
     slot = b->slot;
     b->page = TKVI_OUTSIDE | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
-    kv->pool.n_spilled++;
+    kv->pool.n_offloaded++;
     kv->spilled++;
     tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
-    tkvi_tell_spilled(kv, seq, layer, i);
+    tkvi_emit_offloaded(kv, seq, layer, i);
     return 1;
 }
 
 /* >>back */
 /* A side of a head's record of a block that is outside, in `room`. */
-static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_outside what, int head,
-                                           tkv_side side, tkvi_room *room, const uint8_t **bytes) {
+static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int head,
+                                           tkv_side side, tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkv_spill_config *s = &kv->tables.cfg.spill;
     const tkvi_block *b = &kv->pool.block[id];
     const int coding = what == TKVI_COPY ? b->copy - 1 : b->coding;
     const tkvi_record *r = &kv->tables.coding[coding].record[head];
     const int part = side == TKV_V && tkvi_pieces(r) == 2;
     const tkvi_piece p = tkvi_piece_of(kv, id, what, coding, tkvi_mark_of(b, what), head, part);
-    if (what == TKVI_ITSELF && tkvi_absent(b)) return TKV_ERR_NO_SOURCE;
+    if (what == TKVI_ITSELF && tkvi_is_discarded(b)) return TKV_ERR_NO_SOURCE;
     *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
     if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
     room->key = TKVI_NIL;
-    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_SPILL_HASH)) return TKV_ERR_IO;
+    if (s->fetch(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
     if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
     room->key = p.key;
     room->head = head;
@@ -167,11 +168,11 @@ static TKVI_NOINLINE tkv_status tkvi_fetch(const tkv_cache *kv, uint32_t id, tkv
 }
 
 /* One side of a head's record, where it is or, from outside, in `room`: valid until another is asked for. */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side, tkvi_room *room,
-                                  const uint8_t **bytes) {
+static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
+                                  tkvi_fetch_buffer *room, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
     const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-    if (tkvi_spilled(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
+    if (tkvi_is_offloaded(b)) return tkvi_fetch(kv, id, TKVI_ITSELF, head, side, room, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
     return TKV_OK;
 }
@@ -182,8 +183,8 @@ static void tkvi_fetch_ahead(const tkv_cache *kv, uint32_t id, int head) {
     const tkvi_block *b = &kv->pool.block[id];
     if (s->ahead) {
         const tkvi_record *r = &kv->tables.coding[b->coding].record[head];
-        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_SPILL_HASH * 2u * (size_t)head,
-                 r->v_at + r->v.bytes + 2u * TKVI_SPILL_HASH);
+        s->ahead(s->user, tkvi_store_key(id, TKVI_ITSELF), r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                 r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 

@@ -29,60 +29,62 @@ static int tkvi_gathers_for(const tkv_cache *kv, tkv_evict_kind kind) {
 }
 
 /* >>notes. len: of the list */
-static void tkvi_mass_fade(uint32_t *mass, double by) {
+static void tkvi_token_score_fade(uint32_t *mass, double by) {
     int t;
     for (t = 0; t < TKVI_BLOCK && by < 1.0; t++) mass[t] = (uint32_t)tkvi_f64((double)mass[t] * by);
 }
 
 /* A block's numbers, brought to a step. */
-static void tkvi_mass_bring(const tkvi_mass *m, tkvi_notes *n, int step) {
+static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, int step) {
     if (n->step == step || !m->mode) return;
-    tkvi_mass_fade(n->mass, m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
+    tkvi_token_score_fade(n->mass,
+                          m->mode->fresh ? 0.0 : tkvi_power((double)m->importance.decay, step - n->step));
     n->step = step;
 }
 
 /* said: of the block's 64 tokens, 0 where they are gone; one: 1 of it as a whole number. */
-static void tkvi_mass_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
-    const tkvi_mass *m = &kv->mass;
-    tkvi_notes *n = &kv->pool.notes[id];
+static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
+    const tkvi_token_scores *m = &kv->mass;
+    tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
     int t;
-    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_mass_counted(said[t], one);
+    for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->learning);
-    tkvi_mass_bring(m, n, len);
+    tkvi_decay_to_step(m, n, len);
     m->mode->join(n->mass, more);
     tkvi_unlock(&kv->learning);
 }
 
 /* The numbers of two blocks that become one are those of one step. */
-static void tkvi_mass_meet(tkv_cache *kv, uint32_t a, uint32_t b) {
-    tkvi_notes *n = kv->pool.notes;
-    tkvi_mass_bring(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
-    tkvi_mass_bring(&kv->mass, &n[b], n[a].step);
+static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
+    tkvi_token_meta *n = kv->pool.token_meta;
+    tkvi_decay_to_step(&kv->mass, &n[a], tkvi_max(n[a].step, n[b].step));
+    tkvi_decay_to_step(&kv->mass, &n[b], n[a].step);
 }
 
 /* The step of the newest queries that told, where older ones do not count. */
-static int tkvi_mass_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->mass.mode || !kv->mass.mode->fresh) return 0;
     tkvi_lock(&kv->learning);
-    for (i = 0; i < list->n; i++) step = tkvi_max(step, tkvi_min(list->len, kv->pool.notes[ids[i]].step));
+    for (i = 0; i < list->n; i++)
+        step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].step));
     tkvi_unlock(&kv->learning);
     return step;
 }
 
 /* A block's numbers as of now: what a policy needs of its 64 slots, or the A of rules/importance.h. newest: of the
  * list. */
-static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
-    const tkvi_mass *m = &kv->mass;
-    tkvi_notes n;
+static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, float *a) {
+    const tkvi_token_scores *m = &kv->mass;
+    tkvi_token_meta n;
     double by = 0.0;
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
         tkvi_lock(&kv->learning);
-        n = kv->pool.notes[id];
+        n = kv->pool.token_meta[id];
         tkvi_unlock(&kv->learning);
         by = m->mode->fresh ? (n.step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.step);
@@ -92,7 +94,7 @@ static void tkvi_mass_now(tkv_cache *kv, uint32_t id, int len, int newest, float
 }
 
 /* Importance of up to 64 tokens at these positions, from what was gathered of them. */
-static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n, int len) {
+static void tkvi_weigh_importance(const tkv_cache *kv, const int *position, float *a, int n, int len) {
     tkv_importance token[TKVI_BLOCK];
     int t;
     for (t = 0; t < n; t++) {
@@ -103,12 +105,12 @@ static void tkvi_weigh(const tkv_cache *kv, const int *position, float *a, int n
 }
 
 /* The list was cut to its length: no step lies ahead. (Tokens that come now begin with nothing: tkvi_store.) */
-static void tkvi_mass_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    const tkvi_mass_mode *mode = kv->mass.mode;
+static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const tkvi_token_score_mode *mode = kv->mass.mode;
     int i;
-    if (!kv->pool.notes) return;
+    if (!kv->pool.token_meta) return;
     for (i = 0; i < list->n; i++) {
-        tkvi_notes *n = &kv->pool.notes[ids[i]];
+        tkvi_token_meta *n = &kv->pool.token_meta[ids[i]];
         if (n->step > list->len) n->step = mode && mode->fresh ? 0 : list->len;
     }
 }

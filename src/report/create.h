@@ -41,16 +41,16 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     return 0;
 }
 
-static tkv_status tkvi_say_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
-                                   char *reason, size_t reason_size) {
+static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t size, const char *sentence,
+                                      char *reason, size_t reason_size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? reason_size : 0);
     const int line = st ? tkvi_text_line(text, size, sentence) : 0;
     if (line) {
-        tkvi_say(&t, "line ");
-        tkvi_say_int(&t, line);
-        tkvi_say(&t, ": ");
+        tkvi_append_text(&t, "line ");
+        tkvi_append_int(&t, line);
+        tkvi_append_text(&t, ": ");
     }
-    tkvi_say(&t, sentence);
+    tkvi_append_text(&t, sentence);
     return st;
 }
 
@@ -65,8 +65,8 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
     if (!text || !out)
-        return tkvi_say_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing", reason,
-                                reason_size);
+        return tkvi_append_line_of(TKV_ERR_ARG, "", 0, text ? "out is missing" : "the text is missing",
+                                   reason, reason_size);
     if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
@@ -78,18 +78,18 @@ TKV_API tkv_status tkv_create_from_text(const char *text, size_t size, const tkv
     if (room.n_layers > TKVI_MAX_LAYERS) { /* the sentence that it gets without a list */
         cfg.n_layers = room.n_layers;
         st = tkv_config_validate(&cfg, sentence, sizeof sentence);
-        return tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+        return tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     bytes = (size_t)room.n_layers * sizeof *room.layers;
     if (bytes) room.layers = (tkv_layer_config *)tkvi_get(&heap, bytes);
     if (bytes && !room.layers)
-        return tkvi_say_line_of(TKV_ERR_NOMEM, "", 0,
-                                "the allocator gave no memory for the layers of the text", reason,
-                                reason_size);
+        return tkvi_append_line_of(TKV_ERR_NOMEM, "", 0,
+                                   "the allocator gave no memory for the layers of the text", reason,
+                                   reason_size);
     st = tkv_config_parse(&cfg, &room, text, size, reason, reason_size);
     if (!st) {
         st = tkv_create_ex(&cfg, out, sentence, sizeof sentence);
-        (void)tkvi_say_line_of(st, text, size, sentence, reason, reason_size);
+        (void)tkvi_append_line_of(st, text, size, sentence, reason, reason_size);
     }
     tkvi_put(&heap, room.layers, bytes);
     return st;

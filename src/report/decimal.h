@@ -156,30 +156,30 @@ static void tkvi_float_write(float x, char *out) {
     uint64_t m = 0;
     int e = 0, n = 0, at, i;
     tkvi_text t = tkvi_text_begin(out, TKVI_FLOAT_TEXT);
-    if (bits >> 31) tkvi_say(&t, "-");
+    if (bits >> 31) tkvi_append_text(&t, "-");
     if (bits & 0x7fffffffu) m = tkvi_float_shortest(bits & 0x7fffffffu, &e);
     for (; m && m % 10u == 0; m /= 10u) e++;
     {
         tkvi_text d = tkvi_text_begin(digits, sizeof digits);
-        tkvi_say_int(&d, (int64_t)m);
+        tkvi_append_int(&d, (int64_t)m);
     }
     while (digits[n]) n++;
     at = n + e; /* of the point: 0.digits * 10^at */
     if (at < -3 || at > 9) {
         char head[2] = {digits[0], 0};
-        tkvi_say(&t, head);
-        if (n > 1) tkvi_say(&t, ".");
-        tkvi_say(&t, digits + 1);
-        tkvi_say(&t, "e");
-        tkvi_say_int(&t, at - 1);
+        tkvi_append_text(&t, head);
+        if (n > 1) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, digits + 1);
+        tkvi_append_text(&t, "e");
+        tkvi_append_int(&t, at - 1);
         return;
     }
-    if (at <= 0) tkvi_say(&t, "0.");
-    for (i = at; i < 0; i++) tkvi_say(&t, "0");
+    if (at <= 0) tkvi_append_text(&t, "0.");
+    for (i = at; i < 0; i++) tkvi_append_text(&t, "0");
     for (i = 0; i < n || i < at; i++) {
         char one[2] = {i < n ? digits[i] : '0', 0};
-        if (i == at && i > 0) tkvi_say(&t, ".");
-        tkvi_say(&t, one);
+        if (i == at && i > 0) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, one);
     }
 }
 

@@ -35,13 +35,13 @@ TKV_API tkv_status tkv_tier_counts(const tkv_cache *kv, int seq, int layer, tkv_
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_absent(&kv->pool.block[ids[i]])) {
-            out->missing += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+            out->missing += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
-        out->tokens[tier] += tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
-        out->spilled += tkvi_spilled(&kv->pool.block[ids[i]]);
+        out->spilled += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
     out->dropped = list->dropped;
     out->evicted = list->len - list->dropped - tkvi_count(kv, seq, layer);
@@ -59,7 +59,7 @@ TKV_API tkv_status tkv_tier_of(const tkv_cache *kv, int seq, int layer, int toke
     if (token < list->dropped || token >= list->len) return TKV_ERR_RANGE;
     i = tkvi_find(kv, list, ids, token, &slot);
     if (i < 0) return TKV_ERR_RANGE;
-    if (tkvi_absent(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
+    if (tkvi_is_discarded(&kv->pool.block[ids[i]])) return TKV_ERR_NO_SOURCE;
     *out = tkvi_tier_at(list, i);
     return TKV_OK;
 }
@@ -75,7 +75,7 @@ TKV_API tkv_status tkv_tier_pair(const tkv_cache *kv, int layer, tkv_tier tier, 
 /* Sums of all gauges, or of those of one layer. */
 static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *out) {
     tkvi_meter *m = kv->meter;
-    tkvi_tally sum;
+    tkvi_error_sums sum;
     double n;
     int i;
     memset(out, 0, sizeof *out);
@@ -84,8 +84,8 @@ static void tkvi_quality_sum(const tkv_cache *kv, int layer, tkv_quality_info *o
     memset(&sum, 0, sizeof sum);
     tkvi_lock(&m->lock);
     for (i = 0; i < m->n; i++)
-        if (layer < 0 || m->gauge[i].layer == layer) {
-            tkvi_tally_add(&sum, &m->gauge[i].sum);
+        if (layer < 0 || m->head_probe[i].layer == layer) {
+            tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
             out->heads++;
         }
     tkvi_unlock(&m->lock);
@@ -118,7 +118,7 @@ TKV_API tkv_status tkv_quality_reset(tkv_cache *kv) {
     int i;
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
-        memset(&kv->meter->gauge[i].sum, 0, sizeof kv->meter->gauge[i].sum);
+        memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
     return tkvi_ok(kv);
 }
 
@@ -167,9 +167,9 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!tkvi_absent(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
+        if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.coding[b->coding].bytes,
-                           (size_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i)), tkvi_spilled(b));
+                           (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
 
@@ -203,7 +203,7 @@ TKV_API tkv_status tkv_memory_of(const tkv_cache *kv, int seq, int layer, tkv_me
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     for (i = 0; i < list->n; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[i]]))
+        if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
             bytes += kv->tables.coding[kv->pool.block[ids[i]].coding].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
@@ -255,7 +255,7 @@ typedef struct tkvi_away {
 } tkvi_away;
 
 /* The oldest of a list go, what is of the hot tail and the last two blocks not. */
-static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
+static void tkvi_send_away(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p, int n_tokens,
                            int64_t n_seqs, const tkvi_away *away, tkvi_layer_sum *s) {
     static const tkv_tier order[TKV_TIER_COUNT] = {TKV_ARCHIVE, TKV_WARM, TKV_HOT};
     const int64_t here = s->blocks[TKV_ARCHIVE] + s->blocks[TKV_WARM] + s->blocks[TKV_HOT];
@@ -281,8 +281,8 @@ static void tkvi_send_away(tkv_memory_info *m, const tkvi_shape *h, const tkvi_p
     }
 }
 
-static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tkv_tier tier, int64_t blocks,
-                            int64_t tokens, int64_t *live) {
+static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
+                            int64_t blocks, int64_t tokens, int64_t *live) {
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -290,8 +290,9 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_shape *h, int key, tk
 }
 
 /* Blocks of one layer, in `n_seqs` sequences that have come so far; returns those of one. */
-static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_shape *h, const tkvi_plan *p, int n_tokens,
-                              int64_t n_seqs, int waiting, const tkvi_away *away, int64_t *live) {
+static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
+                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_away *away,
+                              int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_HOT] + s.blocks[TKV_WARM] + s.blocks[TKV_ARCHIVE];
     int tier;
@@ -317,9 +318,9 @@ typedef struct tkvi_stretch {
 } tkvi_stretch;
 
 /* The bytes with every layer's plan as this level has it. */
-static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch *stretch, int n_tokens,
-                                   int n_seqs, tkv_memory_info *out) {
-    tkvi_rule rule[TKV_MAX_LEVELS];
+static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
+                                   int n_tokens, int n_seqs, tkv_memory_info *out) {
+    tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_CODINGS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
@@ -364,7 +365,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch 
     m.scratch = fixed.solve + fixed.recode + fixed.parts;
     m.shadow = fixed.shadow;
     m.index = fixed.total - m.tables - m.scratch - m.shadow;
-    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_heard_bytes(&h->cfg);
+    if (h->any_shared && learned <= TKVI_LEARN_WELL) m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_LEARN || h->cfg.budget_bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_LEARN_WELL) m.tables += tkvi_version_bytes(h);
     if (all) {
@@ -384,7 +385,7 @@ static tkv_status tkvi_estimate_at(tkvi_shape *h, int level, const tkvi_stretch 
 }
 
 /* Does the budget hold that at a level, or beyond the last one? *m: the first that does, the loosest. */
-static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget_bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_stretch stretch;
@@ -416,7 +417,7 @@ static tkv_status tkvi_estimate_within(tkvi_shape *h, int n_tokens, int n_seqs, 
 
 /* So few tokens of a list remain at least that eviction for bytes leaves them, with room for blocks that are not full;
  * outside, where blocks are not merged, each may be all that is left of one. n_tokens: there is no eviction. */
-static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
+static int tkvi_evicts_to(const tkvi_derived_config *h, int n_tokens) {
     tkv_evict_config cfg;
     int64_t n;
     if (!h->cfg.evict.kind || !h->cfg.budget_bytes) return n_tokens;
@@ -427,7 +428,7 @@ static int tkvi_evicts_to(const tkvi_shape *h, int n_tokens) {
 }
 
 TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs, tkv_memory_info *out) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int least, keep;
@@ -450,7 +451,7 @@ TKV_API tkv_status tkv_estimate(const tkv_config *cfg, int n_tokens, int n_seqs,
 }
 
 TKV_API tkv_status tkv_max_context(const tkv_config *cfg, int n_seqs, int *n_tokens) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_memory_info m;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int low = 0, high, step, least; /* all up to low fit, high + 1 does not */
@@ -488,10 +489,10 @@ typedef struct tkvi_checker {
 
 static tkv_status tkvi_broken(const tkvi_checker *k, const char *what, int64_t where) {
     tkvi_text t = tkvi_text_begin(k->reason, k->reason ? k->size : 0);
-    tkvi_say(&t, what);
-    tkvi_say(&t, " (");
-    tkvi_say_int(&t, where);
-    tkvi_say(&t, ")");
+    tkvi_append_text(&t, what);
+    tkvi_append_text(&t, " (");
+    tkvi_append_int(&t, where);
+    tkvi_append_text(&t, ")");
     return TKV_ERR_BROKEN;
 }
 
@@ -512,7 +513,7 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have that format? With a ladder tiers keep what other levels made of them. */
 static int tkvi_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
-    const tkvi_rule *rule = tkvi_rules_of(&kv->tables, layer);
+    const tkvi_tier_spec *rule = tkvi_rules_of(&kv->tables, layer);
     int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.spill.store && !absent;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
@@ -538,17 +539,17 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->out < 0 || list->out > list->n - list->sinks)
         return tkvi_broken(k, "more blocks are counted as outside than there are, layer", layer);
     for (i = 0; i < list->out; i++)
-        if (!tkvi_spilled(&kv->pool.block[ids[list->sinks + i]]))
+        if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_broken(k, "a block is counted as outside and is not, layer", layer);
     if (list->chunk < 0 || list->chunk > list->len)
         return tkvi_broken(k, "the last append began behind the end of layer", layer);
     if (list->dropped < 0 || list->dropped > list->len || list->len > kv->tables.cfg.max_tokens)
         return tkvi_broken(k, "a length is out of range in layer", layer);
-    if (kv->pool.notes ? list->n && list->len == list->dropped
-                       : (list->n == 0) != (list->len == list->dropped))
+    if (kv->pool.token_meta ? list->n && list->len == list->dropped
+                            : (list->n == 0) != (list->len == list->dropped))
         return tkvi_broken(k, "tokens without blocks, or blocks without, in layer", layer);
-    if (list->n && (kv->pool.notes ? tkvi_block_start(kv, ids, 0) < list->dropped
-                                   : tkvi_block_start(kv, ids, 0) != list->dropped))
+    if (list->n && (kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->dropped
+                                        : tkvi_block_start(kv, ids, 0) != list->dropped))
         return tkvi_broken(k, "the first block does not follow what was dropped, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -556,7 +557,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.coding[b->coding].tokens)
             return tkvi_broken(k, "a block has no tokens or more than its room", (int64_t)ids[i]);
-        if ((b->gone || b->packed) && (!kv->pool.notes || b->packed < 0))
+        if ((b->gone || b->packed) && (!kv->pool.token_meta || b->packed < 0))
             return tkvi_broken(k, "tokens are gone where none can be dropped", (int64_t)ids[i]);
         for (t = 0, last = -1; t < b->packed && !tkvi_is_wide(kv, b); t++) {
             if (!(tkvi_kept(kv, list, ids, i) >> t & 1)) continue;
@@ -564,24 +565,25 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                 return tkvi_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_at(kv, ids[i], t);
         }
-        if (kv->pool.notes && (kv->pool.notes[ids[i]].anchored & ~b->gone))
+        if (kv->pool.token_meta && (kv->pool.token_meta[ids[i]].anchored & ~b->gone))
             return tkvi_broken(k, "a token is an anchor and in its block", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK && kv->pool.notes; t++)
-            if (kv->pool.notes[ids[i]].anchored >> t & 1 &&
+        for (t = 0; t < TKVI_BLOCK && kv->pool.token_meta; t++)
+            if (kv->pool.token_meta[ids[i]].anchored >> t & 1 &&
                 tkvi_find(kv, list, ids, tkvi_at(kv, ids[i], t), &slot) != 0)
                 return tkvi_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (i < list->sinks
                 ? kv->tables.coding[b->coding].key != p->sink_coding
-                : !tkvi_of_tier(kv, layer, tkvi_absent(b), tier, kv->tables.coding[b->coding].key))
+                : !tkvi_of_tier(kv, layer, tkvi_is_discarded(b), tier, kv->tables.coding[b->coding].key))
             return tkvi_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.max_append + (tier == TKV_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_LEARN;
-        if (tkvi_spilled(b) && (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_absent(b))))
+        if (tkvi_is_offloaded(b) &&
+            (i < list->sinks || !(kv->tables.cfg.spill.store || tkvi_is_discarded(b))))
             return tkvi_broken(k, "a block is outside that must not be", (int64_t)ids[i]);
         if (b->copy && b->copy > kv->tables.n_codings)
             return tkvi_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_lazy(kv) && !kv->moved)
+            !tkvi_has_budget(kv) && !kv->moved)
             return tkvi_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -656,11 +658,13 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (promised != pool->promised[c]) return tkvi_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }
-    for (i = 0, n = 0; i < pool->block_cap; i++) n += pool->block[i].refs && tkvi_spilled(&pool->block[i]);
-    if (n != (int64_t)pool->n_spilled) return tkvi_broken(k, "blocks outside are miscounted", n);
+    for (i = 0, n = 0; i < pool->block_cap; i++)
+        n += pool->block[i].refs && tkvi_is_offloaded(&pool->block[i]);
+    if (n != (int64_t)pool->n_offloaded) return tkvi_broken(k, "blocks outside are miscounted", n);
     for (i = 0, used = 0; i < pool->block_cap; i++)
-        used += pool->block[i].refs && tkvi_absent(&pool->block[i]);
-    if (used != (int64_t)pool->n_absent) return tkvi_broken(k, "blocks that nobody has are miscounted", used);
+        used += pool->block[i].refs && tkvi_is_discarded(&pool->block[i]);
+    if (used != (int64_t)pool->n_discarded)
+        return tkvi_broken(k, "blocks that nobody has are miscounted", used);
     live += n;
     if (live != (int64_t)pool->n_blocks) return tkvi_broken(k, "blocks and slots disagree", live);
     for (i = pool->free_block, n = 0; i != TKVI_NIL; i = pool->block[i].page, n++)
@@ -687,7 +691,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     if (m->seq < -1 || m->seq >= k->kv->tables.cfg.max_seqs)
         return tkvi_broken(k, "the meter watches a sequence that does not exist", m->seq);
     for (i = 0; i < m->n; i++) {
-        const tkvi_gauge *g = &m->gauge[i];
+        const tkvi_head_probe *g = &m->head_probe[i];
         const tkvi_list *list = m->seq < 0 ? NULL : tkvi_list_of(k->kv, m->seq, g->layer);
         int block = 0;
         if (g->n < 0 || g->n > m->slots || (g->n && !list) || g->stride < 1)
@@ -739,7 +743,8 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_broken(&k, "there is no level", kv->tables.level);
-    if (tkvi_lazy(kv) && (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
+    if (tkvi_has_budget(kv) &&
+        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget_bytes)
         return tkvi_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +

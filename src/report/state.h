@@ -177,13 +177,13 @@ static int tkvi_seq_most(const tkv_cache *kv, int seq) {
 static uint64_t tkvi_missing_tokens(const tkv_cache *kv) {
     uint64_t n = 0;
     int seq, layer, i;
-    for (seq = 0; kv->pool.n_absent && seq < kv->tables.cfg.max_seqs; seq++)
+    for (seq = 0; kv->pool.n_discarded && seq < kv->tables.cfg.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
-                if (tkvi_absent(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
-                    n += (uint64_t)tkvi_bits_in(tkvi_there_in(kv, list, ids, i));
+                if (tkvi_is_discarded(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                    n += (uint64_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;
 }
@@ -199,8 +199,8 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_quality(kv, &f->quality);
     if (!st) st = tkv_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
-    f->has[TKVI_KEEPING] =
-        kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat || kv->vacated;
+    f->has[TKVI_KEEPING] = kv->tables.cfg.evict.kind || kv->tables.cfg.spill.store || kv->tables.cfg.remat ||
+                           kv->blocks_discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_missing_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.max_seqs;
@@ -387,9 +387,9 @@ static void tkvi_write_prometheus(tkvi_out *o, const void *what) {
     char about[64];
     tkvi_text t = tkvi_text_begin(about, sizeof about);
     int i;
-    tkvi_say(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
-    tkvi_say(&t, tkv_isa_name(tkv_isa_of(f->kv)));
-    tkvi_say(&t, "\"");
+    tkvi_append_text(&t, "version=\"" TKV_VERSION_STRING "\",isa=\"");
+    tkvi_append_text(&t, tkv_isa_name(tkv_isa_of(f->kv)));
+    tkvi_append_text(&t, "\"");
     tkvi_print_head(o, "tkv_info", "What the cache runs on.");
     tkvi_print_metric(o, f, "tkv_info", about);
     tkvi_print(o, "1\n");

@@ -191,14 +191,14 @@ static void tkvi_copied(tkvi_span s, char *out, size_t room) {
 }
 
 /* For a person: without the rest of something long, and without what would ruin a terminal. */
-static void tkvi_say_span(tkvi_text *t, tkvi_span s) {
+static void tkvi_append_span(tkvi_text *t, tkvi_span s) {
     char name[41];
     size_t i;
     tkvi_copied(s, name, sizeof name);
     for (i = 0; i < s.n && i < 40; i++)
         if (name[i] < ' ' || name[i] > '~') name[i] = '?';
-    tkvi_say(t, name);
-    if (s.n > 40) tkvi_say(t, "...");
+    tkvi_append_text(t, name);
+    if (s.n > 40) tkvi_append_text(t, "...");
 }
 
 /* >>kinds */
@@ -734,15 +734,15 @@ static const tkvi_array tkvi_arrays[] = {TKVI_ARRAY(TKVI_OF_LAYERS, layers, n_la
 static const tkvi_fields tkvi_policy_fields = {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_policy_rows)};
 
 /* >>errors: a line, then what is wrong, then what would be right */
-static tkvi_text *tkvi_say_line(tkvi_parser *r, int line) {
-    tkvi_say(&r->reason, "line ");
-    tkvi_say_int(&r->reason, line);
-    tkvi_say(&r->reason, ": ");
+static tkvi_text *tkvi_append_line(tkvi_parser *r, int line) {
+    tkvi_append_text(&r->reason, "line ");
+    tkvi_append_int(&r->reason, line);
+    tkvi_append_text(&r->reason, ": ");
     return &r->reason;
 }
 
 static int tkvi_unreadable(tkvi_parser *r, const char *what) {
-    tkvi_say(tkvi_say_line(r, r->line), what);
+    tkvi_append_text(tkvi_append_line(r, r->line), what);
     return -1;
 }
 
@@ -763,8 +763,8 @@ static int tkvi_distance(const char *a, const char *b) {
 }
 
 /* A key that does not exist, and the nearest one that does. */
-static void tkvi_say_unknown(tkvi_parser *r) {
-    tkvi_text *t = tkvi_say_line(r, r->key_line);
+static void tkvi_append_unknown(tkvi_parser *r) {
+    tkvi_text *t = tkvi_append_line(r, r->key_line);
     char key[48], name[64];
     size_t i, n = 0;
     int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
@@ -778,42 +778,42 @@ static void tkvi_say_unknown(tkvi_parser *r) {
         for (row = 0; row < r->fields[g].n_rows; row++) {
             tkvi_text at = tkvi_text_begin(name, sizeof name);
             int distance;
-            if (r->fields[g].name) tkvi_say(&at, r->fields[g].name);
-            if (r->fields[g].name) tkvi_say(&at, ".");
-            tkvi_say(&at, r->fields[g].row[row].name);
+            if (r->fields[g].name) tkvi_append_text(&at, r->fields[g].name);
+            if (r->fields[g].name) tkvi_append_text(&at, ".");
+            tkvi_append_text(&at, r->fields[g].row[row].name);
             distance = tkvi_distance(key, name);
             if (distance >= best) continue;
             best = distance;
             best_g = g;
             best_row = row;
         }
-    tkvi_say_span(t, r->key);
-    tkvi_say(t, " is no key; ");
-    tkvi_say(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
+    tkvi_append_span(t, r->key);
+    tkvi_append_text(t, " is no key; ");
+    tkvi_append_text(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
     if (best_g < 0) return;
     if (r->fields[best_g].name) {
-        tkvi_say(t, r->fields[best_g].name);
+        tkvi_append_text(t, r->fields[best_g].name);
         if (r->fields[best_g].most) {
-            tkvi_say(t, "[i] or [i-j], up to ");
-            tkvi_say_int(t, r->fields[best_g].most - 1);
-            tkvi_say(t, ", and ");
+            tkvi_append_text(t, "[i] or [i-j], up to ");
+            tkvi_append_int(t, r->fields[best_g].most - 1);
+            tkvi_append_text(t, ", and ");
         }
-        tkvi_say(t, ".");
+        tkvi_append_text(t, ".");
     }
-    tkvi_say(t, r->fields[best_g].row[best_row].name);
+    tkvi_append_text(t, r->fields[best_g].row[best_row].name);
 }
 
-static void tkvi_say_bad_value(tkvi_parser *r, const tkvi_row *row) {
-    tkvi_text *t = tkvi_say_line(r, r->key_line);
+static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
+    tkvi_text *t = tkvi_append_line(r, r->key_line);
     const tkvi_word *w = row->words;
-    tkvi_say_span(t, r->key);
-    tkvi_say(t, r->value.n ? " is " : " has no value");
-    tkvi_say_span(t, r->value);
-    tkvi_say(t, "; it must be ");
-    tkvi_say(t, tkvi_kinds[row->kind].want);
+    tkvi_append_span(t, r->key);
+    tkvi_append_text(t, r->value.n ? " is " : " has no value");
+    tkvi_append_span(t, r->value);
+    tkvi_append_text(t, "; it must be ");
+    tkvi_append_text(t, tkvi_kinds[row->kind].want);
     for (; w && w->name; w++) {
-        tkvi_say(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
-        tkvi_say(t, w->name);
+        tkvi_append_text(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, w->name);
     }
 }
 
@@ -979,7 +979,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
         if (!row) {
-            tkvi_say_unknown(r);
+            tkvi_append_unknown(r);
             return TKV_ERR_CONFIG;
         }
         begins = !tkvi_kinds[row->kind].write;
@@ -993,12 +993,12 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
             const int later = pass == TKVI_CHECK && (begins || listed);
             char *at = later ? NULL : (char *)r->base[g] + (size_t)i * r->fields[g].stride + row->offset;
             if (pass == TKVI_CHECK && !tkvi_first_time(r, g, i, row)) {
-                tkvi_say_span(tkvi_say_line(r, r->key_line), r->key);
-                tkvi_say(&r->reason, " is there for the second time; it must be there once");
+                tkvi_append_span(tkvi_append_line(r, r->key_line), r->key);
+                tkvi_append_text(&r->reason, " is there for the second time; it must be there once");
                 return TKV_ERR_CONFIG;
             }
             if (!tkvi_kinds[row->kind].read(r, row, r->value, at)) {
-                tkvi_say_bad_value(r, row);
+                tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
         }
@@ -1022,12 +1022,12 @@ static void tkvi_parse_begin(tkvi_parser *r, const tkvi_fields *fields, int n, v
 /* There is so much room, and not enough. */
 static tkv_status tkvi_no_room(tkvi_parser *r, int line, const char *what, int room, int want,
                                const char *why) {
-    tkvi_text *t = tkvi_say_line(r, line);
-    tkvi_say(t, what);
-    tkvi_say_int(t, room);
-    tkvi_say(t, "; it must be ");
-    tkvi_say_int(t, want);
-    tkvi_say(t, why);
+    tkvi_text *t = tkvi_append_line(r, line);
+    tkvi_append_text(t, what);
+    tkvi_append_int(t, room);
+    tkvi_append_text(t, "; it must be ");
+    tkvi_append_int(t, want);
+    tkvi_append_text(t, why);
     return TKV_ERR_CONFIG;
 }
 
@@ -1061,16 +1061,16 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     tkvi_text t = tkvi_text_begin(what, sizeof what);
     int room = 0;
     if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
-    tkvi_say(&t, a->count_name);
-    tkvi_say(&t, " is ");
+    tkvi_append_text(&t, a->count_name);
+    tkvi_append_text(&t, " is ");
     if (highest > n) return tkvi_no_room(r, line, what, n, highest, " or more, by the highest one named");
     if (!highest && tkvi_member_pointer(was, a->at) && n > had)
         return tkvi_no_room(r, tkvi_line_of(r, a->count_name), what, n, had,
                             " or less, as the program has them");
     t = tkvi_text_begin(what, sizeof what);
-    tkvi_say(&t, "the program's room for ");
-    tkvi_say(&t, r->fields[a->group].name);
-    tkvi_say(&t, " is ");
+    tkvi_append_text(&t, "the program's room for ");
+    tkvi_append_text(&t, r->fields[a->group].name);
+    tkvi_append_text(&t, " is ");
     if (highest && n > room) return tkvi_no_room(r, line, what, room, n, " or more (tkv_config_room)");
     return TKV_OK;
 }

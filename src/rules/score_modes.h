@@ -9,10 +9,10 @@
 #include "kernels/scalar.h"
 #include "rules/evict.h"
 
-#define TKVI_MASS_ONE 1048576.0f /* a weight of 1 as a whole number */
-#define TKVI_MASS_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
-#define TKVI_MASS_MOST 2047.0f   /* of what comes at once: counted it is an int */
-#define TKVI_MASS_EVERY 32
+#define TKVI_TOKEN_SCORE_ONE 1048576.0f /* a weight of 1 as a whole number */
+#define TKVI_TOKEN_SCORE_LOW 256.0f     /* the same of a low one: decay leaves parts of it */
+#define TKVI_TOKEN_SCORE_MOST 2047.0f   /* of what comes at once: counted it is an int */
+#define TKVI_TOKEN_SCORE_EVERY 32
 
 /* >>what the weights p of a row, from scores s, say of a block's 64 tokens. 16 at a time: vectors also at -O2 */
 typedef void (*tkvi_weigher)(const float *s, const float *p, float low, float *said);
@@ -50,7 +50,7 @@ static void tkvi_weight_lows(const float *s, const float *p, float low, float *s
 }
 
 /* >>whole numbers: rounded; 0 for what is no weight, NaN (by bits: right under -ffast-math) */
-static uint32_t tkvi_mass_counted(float x, float one) {
+static uint32_t tkvi_token_score_counted(float x, float one) {
     const uint32_t bits = tkvi_bits(x * one + 0.5f);
     return (uint32_t)(int32_t)tkvi_from_bits(bits < 0x4f000000u ? bits : 0u); /* below 2^31 */
 }
@@ -74,7 +74,7 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 }
 
 /* >>the table */
-typedef struct tkvi_mass_mode {
+typedef struct tkvi_token_score_mode {
     int need;  /* of a policy: a bit of tkv_evict_need; 0: of none */
     int fresh; /* a step begins from nothing, and all of the newest queries tell, instead of one in so many */
     float sign;  /* of what is gathered, where high numbers are to be good */
@@ -83,45 +83,47 @@ typedef struct tkvi_mass_mode {
     tkv_importance_heads heads; /* what it comes to when each query head tells by itself: sum or max */
     tkvi_weigher say;
     void (*join)(uint32_t *mass, const uint32_t *more);
-} tkvi_mass_mode;
+} tkvi_token_score_mode;
 
 enum {
-    TKVI_MASS_SUM,
-    TKVI_MASS_LARGEST,
-    TKVI_MASS_LOWS,
-    TKVI_MASS_LAST,
-    TKVI_MASS_OBSERVED,
-    TKVI_MASS_MODES
+    TKVI_TOKEN_SCORE_SUM,
+    TKVI_TOKEN_SCORE_LARGEST,
+    TKVI_TOKEN_SCORE_LOWS,
+    TKVI_TOKEN_SCORE_LAST,
+    TKVI_TOKEN_SCORE_OBSERVED,
+    TKVI_TOKEN_SCORE_MODES
 };
 
-static const tkvi_mass_mode tkvi_mass_modes[TKVI_MASS_MODES] = {
-    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_MASS_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+static const tkvi_token_score_mode tkvi_token_score_modes[TKVI_TOKEN_SCORE_MODES] = {
+    {TKV_EVICT_NEEDS_MASS, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 256.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
-    {0, 0, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
-    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_MASS_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
+    {0, 0, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_MAX, tkvi_weight_largest, tkvi_join_largest},
+    {TKV_EVICT_NEEDS_LOWS, 0, -1.0f, TKVI_TOKEN_SCORE_LOW, 1.0f, TKV_IMPORTANCE_SUM, tkvi_weight_lows,
      tkvi_join_sums},
-    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum, tkvi_join_sums},
-    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_MASS_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+    {TKV_EVICT_NEEDS_LAST, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
+     tkvi_join_sums},
+    {TKV_EVICT_NEEDS_OBSERVED, 1, 1.0f, TKVI_TOKEN_SCORE_ONE, 0.0f, TKV_IMPORTANCE_SUM, tkvi_weight_sum,
      tkvi_join_sums},
 };
 
-/* In the order of tkv_importance_strategy; TKVI_MASS_MODES: nothing. */
-static const int tkvi_mass_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
-    TKVI_MASS_SUM, TKVI_MASS_SUM, TKVI_MASS_LARGEST, TKVI_MASS_MODES, TKVI_MASS_LOWS};
+/* In the order of tkv_importance_strategy; TKVI_TOKEN_SCORE_MODES: nothing. */
+static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_STRATEGIES] = {
+    TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_SUM, TKVI_TOKEN_SCORE_LARGEST, TKVI_TOKEN_SCORE_MODES,
+    TKVI_TOKEN_SCORE_LOWS};
 
 /* What a config asks for. */
-typedef struct tkvi_mass {
-    const tkvi_mass_mode *mode; /* NULL: nothing is gathered */
-    int every;                  /* one query in so many tells, or */
-    int newest;                 /* the newest so many do */
+typedef struct tkvi_token_scores {
+    const tkvi_token_score_mode *mode; /* NULL: nothing is gathered */
+    int every;                         /* one query in so many tells, or */
+    int newest;                        /* the newest so many do */
     tkvi_weigher heads; /* NULL: query heads tell one by one; else their weights come together first */
     float one;          /* 1 of what a query head tells, as a whole number */
     float unit; /* 1 of what it all comes to, as if every query told: one sampled query stands for `every` */
     tkv_importance_config importance; /* with defaults; decay is that of what is gathered */
-} tkvi_mass;
+} tkvi_token_scores;
 
 /* n: query heads of a KV head. Each tells an n-th part of what a mean is counted in. */
-static void tkvi_mass_heads(tkvi_mass *m, int n) {
+static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
@@ -135,25 +137,25 @@ static void tkvi_mass_heads(tkvi_mass *m, int n) {
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
 }
 
-static void tkvi_mass_init(tkvi_mass *m, const tkv_config *cfg) {
+static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     const tkv_evict_kind kind = cfg->evict.kind;
     tkv_evict_config evict;
     int i;
     memset(m, 0, sizeof *m);
     if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
         return; /* no cache has such a config */
-    m->every = cfg->importance_every ? cfg->importance_every : TKVI_MASS_EVERY;
-    for (i = 0; i < TKVI_MASS_MODES; i++)
-        if (tkv_evict_needs(kind) & tkvi_mass_modes[i].need) m->mode = &tkvi_mass_modes[i];
+    m->every = cfg->importance_every ? cfg->importance_every : TKVI_TOKEN_SCORE_EVERY;
+    for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
+        if (tkv_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];
     if (m->mode) { /* policies know no decay but the caller's */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKV_EVICT_NEEDS_LAST ? 1 : evict.recent_tokens;
     } else if (cfg->importance_every > 0 || cfg->n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
-        i = tkvi_mass_of_strategy[m->importance.strategy];
-        if (i < TKVI_MASS_MODES) m->mode = &tkvi_mass_modes[i];
+        i = tkvi_token_score_of_strategy[m->importance.strategy];
+        if (i < TKVI_TOKEN_SCORE_MODES) m->mode = &tkvi_token_score_modes[i];
     }
-    if (m->mode) tkvi_mass_heads(m, cfg->n_heads / cfg->n_kv_heads);
+    if (m->mode) tkvi_token_score_heads(m, cfg->n_heads / cfg->n_kv_heads);
 }
 
 #endif /* TKVI_RULES_SCORE_MODES_H */

@@ -42,7 +42,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
              layer++) {
             if (kv->tables.plan[layer].stored != layer || tkvi_list_of(kv, p->seq, layer)->n == 0) continue;
             if (pass) {
-                tkvi_let_go(kv, p->seq, layer, 0);
+                tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
             st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_keep_of(kv, p->seq, layer, &full, keep), NULL,
@@ -50,7 +50,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "no scores that can be compared in layer", layer, "");
         }
-    tkvi_settle(kv, p->seq);
+    tkvi_release_unused(kv, p->seq);
     return tkvi_ok(kv);
 }
 
@@ -63,15 +63,15 @@ TKV_API tkv_status tkv_drop(tkv_cache *kv, int seq, int layer, const uint64_t *v
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.n_layers - 1 : layer); l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored != l || tkvi_list_of(kv, seq, l)->n == 0) continue;
-        (void)tkvi_look(kv, seq, l, NULL, 0, NULL, &c);
+        (void)tkvi_build_view(kv, seq, l, NULL, 0, NULL, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < n && tkvi_has(victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
         tkvi_note_victims(kv, seq, l, &c);
-        tkvi_let_go(kv, seq, l, 0);
+        tkvi_apply_eviction(kv, seq, l, 0);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -86,21 +86,21 @@ static tkv_status tkvi_pin(tkv_cache *kv, int seq, int start, int n, int until) 
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
-            tkvi_notes *notes = &kv->pool.notes[ids[i]];
+            tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
                 const int at = tkvi_at(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            notes->passing &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
-            if (until == TKVI_FOREVER) notes->pinned |= these;
+            token_meta->temporary_pins &= tkvi_pinned_in(kv, list, ids[i]); /* what has ended has */
+            if (until == TKVI_FOREVER) token_meta->pinned |= these;
             else if (until) {
-                notes->until = tkvi_max(notes->passing ? notes->until : 0, until);
-                notes->passing |= these;
+                token_meta->until = tkvi_max(token_meta->temporary_pins ? token_meta->until : 0, until);
+                token_meta->temporary_pins |= these;
             } else {
-                notes->pinned &= ~these;
-                notes->passing &= ~these;
+                token_meta->pinned &= ~these;
+                token_meta->temporary_pins &= ~these;
             }
         }
     }
@@ -129,7 +129,7 @@ TKV_API tkv_status tkv_alive(const tkv_cache *kv, int seq, int layer, int start,
     if (n == 0) return TKV_OK;
     memset(mask, 0, (size_t)tkvi_words(n) * sizeof *mask);
     for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_there_in(kv, list, ids, i);
+        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = there >> t & 1 ? tkvi_at(kv, ids[i], t) - start : -1;
             if (at >= 0 && at < n) tkvi_mark(mask, at);

@@ -9,14 +9,14 @@
 #include "step/sequence.h"
 
 TKV_API tkv_status tkv_spill_bytes(const tkv_config *cfg, size_t *bytes) {
-    tkvi_shape h;
+    tkvi_derived_config h;
     tkv_status st = tkvi_validate(cfg, &h, NULL, 0);
     int i;
     if (!bytes) return TKV_ERR_ARG;
     if (st) return st;
     for (i = 0, *bytes = 0; i < h.n_keys; i++)
         if (h.bytes[i].total > *bytes) *bytes = h.bytes[i].total;
-    *bytes += 2u * TKVI_SPILL_HASH * (size_t)h.cfg.n_kv_heads;
+    *bytes += 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h.cfg.n_kv_heads;
     return TKV_OK;
 }
 
@@ -31,7 +31,7 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
     kv->store_failed = 0;
     for (l = 0; l < kv->tables.cfg.n_layers; l++) {
         if (layer != TKV_ALL && l != layer) continue;
-        for (i = 0; i < n_blocks && tkvi_spill_next(kv, seq, l); i++) n++;
+        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
         if (kv->store_failed) break;
     }
     tkvi_trim(&kv->pool);
@@ -43,25 +43,25 @@ TKV_API tkv_status tkv_spill(tkv_cache *kv, int seq, int layer, int n_blocks, in
 
 /* Room for one more block of this coding, nothing else being touched for it. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int coding) {
-    tkvi_peak paper = tkvi_paper(kv);
-    tkvi_peak_take(&paper, coding);
-    if (tkvi_lazy(kv)) {
-        tkvi_ask_for(kv, &paper, NULL, 0, -1);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
+    tkvi_peak_take(&dry_run, coding);
+    if (tkvi_has_budget(kv)) {
+        tkvi_ask_for(kv, &dry_run, NULL, 0, -1);
         if (tkvi_bytes_now(kv) > kv->tables.cfg.budget_bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
     }
-    if (tkvi_peak_ready(&kv->pool, &paper)) return TKV_OK;
+    if (tkvi_peak_ready(&kv->pool, &dry_run)) return TKV_OK;
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                      "no memory for a block in a better format", 0, NULL);
 }
 
 /* All pieces of what is outside, into a slot of its coding. */
-static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_outside what,
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                  int coding, uint8_t *to) {
     const tkvi_coding *c = &kv->tables.coding[coding];
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     int i;
     room.key = TKVI_NIL;
     memset(to, 0, c->bytes.total);
@@ -78,8 +78,8 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
 /* Where better bytes of a block are: TKVI_COPY, TKVI_ITSELF; -1: nowhere, or others hold it too. */
 static int tkvi_better_of(const tkvi_block *b) {
     if (b->refs > 1) return -1;
-    if (b->copy && (b->copy - 1 != b->coding || tkvi_absent(b))) return TKVI_COPY;
-    return tkvi_spilled(b) && !tkvi_absent(b) ? TKVI_ITSELF : -1;
+    if (b->copy && (b->copy - 1 != b->coding || tkvi_is_discarded(b))) return TKVI_COPY;
+    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
 /* Block i, which has this position, comes back. */
@@ -99,7 +99,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     if (st) return st;
     b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.coding[coding].size_class, id, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_outside)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, coding, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
         tkvi_trim(&kv->pool);
@@ -110,11 +110,11 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_spilled(b)) tkvi_forget_spilled(&kv->pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)slot;
     b->coding = (uint16_t)coding;
-    if (what == TKVI_COPY) b->via = 0;
+    if (what == TKVI_COPY) b->previous_coding = 0;
     if (!(old_page & TKVI_OUTSIDE)) tkvi_give_slot(&kv->pool, old_page, old_slot);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks)); /* it may go again */
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));

@@ -25,12 +25,12 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
         const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
-        const int moved = r->kv->pool.notes[r->ids[i]].moved;
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved;
         float score = 0.0f;
-        if (!tkvi_spilled(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_coding(r->kv, layer, b->coding)) continue;
         if (!tkvi_block_matters(r, i, &score)) continue;
         tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_absent(b)),
+                             tkvi_better_of(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
                              moved ? tkvi_min(moved - 1, best->now) : TKV_NONE); /* cuts turn time back */
     }
 }
@@ -44,7 +44,7 @@ static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
 }
 
 /* The blocks of the list come, as far as they can; *done counts them. Room for what is computed may cost others. */
-static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+static tkv_status tkvi_decay(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
                              const tkvi_promoting *best, int *done) {
     tkv_cache *kv = r->kv;
     tkv_status st = TKV_OK;
@@ -57,10 +57,10 @@ static tkv_status tkvi_bring(const tkvi_ranking *r, int seq, int layer, const tk
             *done += !st;
             continue;
         }
-        if (tkvi_absent(&kv->pool.block[id]) && !asked++)
+        if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
             st = tkv_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute, p->user,
                                NULL);
-        if (!asked || tkvi_absent(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
         tkvi_note_move(kv, id, r->list->len);
         ++*done;
     }
@@ -84,8 +84,8 @@ TKV_API tkv_status tkv_promote_by_importance(tkv_cache *kv, int seq, int layer, 
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
                          p->by.cfg.per_step, "");
     p->promoted = p->waiting = p->no_source = 0;
-    if (kv->pool.notes) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_bring(&r, seq, layer, p, &best, &done);
+    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_decay(&r, seq, layer, p, &best, &done);
     tkvi_promoting_end(&best, &p->by, done);
     p->promoted = done;
     p->waiting = best.waiting + best.found - done;

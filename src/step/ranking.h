@@ -23,23 +23,23 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     r->ids = tkvi_ids(kv, seq, layer);
     /* age alone needs nothing gathered */
     if (!kv->mass.mode && kv->mass.importance.strategy != TKV_IMPORTANCE_RECENCY) return TKV_ERR_CONFIG;
-    r->newest = tkvi_mass_newest(kv, r->list, r->ids);
+    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
     return TKV_OK;
 }
 
 /* Positions and importance of the tokens of block i that are there; returns how many. */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_there(&r->kv->pool.block[r->ids[i]], slots);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
-    tkvi_mass_now(r->kv, r->ids[i], r->list->len, r->newest, a);
+    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
         position[n] = tkvi_at(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
-    tkvi_weigh(r->kv, position, out, n, r->list->len);
+    tkvi_weigh_importance(r->kv, position, out, n, r->list->len);
     return n;
 }
 
@@ -98,16 +98,16 @@ TKV_API tkv_status tkv_importance_add_to(tkv_cache *kv, int seq, int layer, int 
     low = tkvi_or(kv->mass.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_there(&kv->pool.block[r.ids[i]], slots);
+        const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_at(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_MASS_MOST) : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->mass.mode->say(s, p, low, said);
-        tkvi_mass_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->mass.unit);
     }
     return tkvi_ok(kv);
 }

@@ -32,9 +32,9 @@ static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
 }
 
 /* The first position from `from` on that some layer lacks, -1: there is none. */
-static int tkvi_first_absent(const tkv_cache *kv, int seq, int from) {
+static int tkvi_first_discarded(const tkv_cache *kv, int seq, int from) {
     int layer, i, first = -1;
-    for (layer = 0; kv->pool.n_absent && layer < kv->tables.cfg.n_layers; layer++) {
+    for (layer = 0; kv->pool.n_discarded && layer < kv->tables.cfg.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
@@ -51,10 +51,10 @@ TKV_API tkv_status tkv_remat_missing(const tkv_cache *kv, int seq, int *start, i
     int at;
     if (!tkvi_seq_ok(kv, seq) || !start || !n) return TKV_ERR_ARG;
     *start = *n = 0;
-    at = tkvi_first_absent(kv, seq, 0);
+    at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
     *start = at;
-    while (tkvi_first_absent(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
     *n = at - *start;
     return TKV_OK;
 }
@@ -72,16 +72,16 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_rule *r = &tkvi_rules_of(&kv->tables, layer)[level];
+            const tkvi_tier_spec *r = &tkvi_rules_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.coding[b->coding].bytes.total, tight;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
-            if (tkvi_absent(b)) piece.dropped = 1;
-            if (tkvi_absent(b)) piece.layers = layer + 1;
-            if (tkvi_spilled(b)) continue;
+            if (tkvi_is_discarded(b)) piece.dropped = 1;
+            if (tkvi_is_discarded(b)) piece.layers = layer + 1;
+            if (tkvi_is_offloaded(b)) continue;
             tight = kv->tables.coding[r->coding[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
-                tkvi_lazy(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
         }
     }
     if (!piece.dropped) piece.layers = 0;
@@ -89,7 +89,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 }
 
 static int tkvi_next_level(const tkv_cache *kv) {
-    return tkvi_lazy(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->policy.cfg.max_level) : kv->tables.level;
 }
 
 TKV_API tkv_status tkv_remat_blocks(const tkv_cache *kv, int seq, tkv_remat_block *out, int capacity,
@@ -123,10 +123,10 @@ TKV_API tkv_status tkv_remat_drop(tkv_cache *kv, int seq, int n_tokens, int *dro
     if (st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_here(kv, seq, &first, &end)) return tkvi_ok(kv);
-    last = tkvi_min(tkvi_vacant_to(kv, seq, kv->tables.level),
+    last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_vacate(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
-    tkvi_settle(kv, seq);
+    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -148,8 +148,8 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
         if (actions[i] == TKV_REMAT_EVICT) to = blocks[i].end;
         tighten += actions[i] == TKV_REMAT_QUANTIZE;
     }
-    to = tkvi_min(to, tkvi_vacant_to(kv, seq, kv->tables.level));
-    won = tkvi_vacate(kv, seq, to, 1, &last);
+    to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
+    won = tkvi_discard_to(kv, seq, to, 1, &last);
     if (tighten) {
         tkvi_ask_nothing(kv);
         tkvi_go_to_level(kv, tkvi_next_level(kv));
@@ -157,7 +157,7 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
             won += tkvi_tighten_one(kv, kv->tables.cfg.budget_bytes, 1);
     }
     if (freed) *freed = won;
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -165,12 +165,12 @@ TKV_API tkv_status tkv_remat_free(tkv_cache *kv, int seq, tkv_remat *r, float pr
 /* The codings that what is given to block i goes through, hot first; returns how many. */
 static int tkvi_way_back(const tkv_cache *kv, int seq, int layer, int i, int *way) {
     const tkvi_tables *t = &kv->tables;
-    const tkvi_rule *r = &t->plan[layer].now;
+    const tkvi_tier_spec *r = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     way[n++] = r->coding[TKV_HOT];
-    if (b->via) way[n++] = b->via - 1;
+    if (b->previous_coding) way[n++] = b->previous_coding - 1;
     if (!tkvi_is_hot_coding(kv, layer, b->coding)) way[n++] = b->coding;
     if (tier == TKV_ARCHIVE && r->warm == TKVI_FOREVER) tier = TKV_WARM; /* this level has no archive */
     /* Under a budget, or where one has ended, it is as it was; else it may have aged while it was away. */
@@ -199,7 +199,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
     int way[TKV_TIER_COUNT + 1], steps = tkvi_way_back(kv, seq, layer, i, way), s, h, t;
     c = &kv->tables.coding[way[0]];
     tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
-    tkvi_forget_spilled(&kv->pool, id);
+    tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
     b->coding = (uint16_t)way[0];
@@ -222,7 +222,7 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
         r.to = &kv->tables.coding[way[s]];
         tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
     }
-    b->via = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    b->previous_coding = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
     list->out = tkvi_max(0, tkvi_min(list->out, i - list->sinks));
     list->tight = tkvi_max(0, tkvi_min(list->tight, i - list->sinks));
     list->tightest = tkvi_max(0, tkvi_min(list->tightest, i - list->sinks));
@@ -231,20 +231,20 @@ static void tkvi_give_block(tkv_cache *kv, int seq, int layer, int i, const tkvi
 
 /* The blocks first .. last-1 of a layer that nobody has, on paper: each in its last coding, and one of them on its way
  * there. */
-static tkvi_peak tkvi_paper_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkvi_peak paper = tkvi_paper(kv);
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
     for (i = first; i < last; i++) {
         int steps;
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         steps = tkvi_way_back(kv, seq, layer, i, way);
-        paper.outside--;
-        tkvi_peak_take(&paper, way[steps - 1]);
+        dry_run.outside--;
+        tkvi_peak_take(&dry_run, way[steps - 1]);
         if (steps > most) memcpy(longest, way, sizeof way), most = steps;
     }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&paper, longest[s]);
-    return paper;
+    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&dry_run, longest[s]);
+    return dry_run;
 }
 
 TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, const float *k,
@@ -253,7 +253,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int i, first = -1, last = 0;
     if (st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_no_own_layer(kv, layer);
@@ -265,7 +265,7 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
         const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
-        if (!tkvi_absent(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens come back front to back; first those from", at,
                              " on");
@@ -293,21 +293,22 @@ TKV_API tkv_status tkv_remat_give(tkv_cache *kv, int seq, int layer, int start, 
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "there is a NaN or an infinity in k or v of layer", layer,
                          " (cfg.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    paper = tkvi_paper_give(kv, seq, layer, first, last);
-    if (tkvi_lazy(kv)) {
+    dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+    if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
-        tkvi_ask_for(kv, &paper, NULL, 0, layer);
+        tkvi_ask_for(kv, &dry_run, NULL, 0, layer);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
             return tkvi_over_budget(kv, takes);
-        paper = tkvi_paper_give(kv, seq, layer, first, last);
+        dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
     }
-    if (!tkvi_peak_ready(&kv->pool, &paper))
+    if (!tkvi_peak_ready(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                          "no memory for what comes back, tokens", n, "");
     for (i = first; i < last; i++)
-        if (tkvi_absent(&kv->pool.block[ids[i]])) tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
-    tkvi_settle(kv, seq);
+        if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
+            tkvi_give_block(kv, seq, layer, i, &from_k, &from_v, start);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -336,11 +337,11 @@ TKV_API tkv_status tkv_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step,
         if (at == start) break;
         kv->error[0] = 0; /* what stands there then is of this call */
         st = compute(user, kv, seq, 0, layers, start, at - start);
-        if (!st && tkvi_first_absent(kv, seq, 0) >= 0 && tkvi_first_absent(kv, seq, 0) < at)
+        if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
     }
     if (missing)
-        for (at = 0; (at = tkvi_first_absent(kv, seq, at)) >= 0; at = n) {
+        for (at = 0; (at = tkvi_first_discarded(kv, seq, at)) >= 0; at = n) {
             n = tkvi_piece_end(kv, seq, at, 1);
             *missing += n - at;
         }

@@ -18,14 +18,14 @@ static int64_t *tkvi_promised(tkv_cache *kv, int seq, int size_class) {
     return &kv->promised[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-static void tkvi_paper_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_room(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(paper, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
-    for (i = 0; i < blocks; i++) tkvi_peak_take(paper, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
+        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].coding); /* copied before it is written to */
+    for (i = 0; i < blocks; i++) tkvi_peak_take(dry_run, i < sink ? p->sink_coding : p->now.coding[TKV_HOT]);
 }
 
 /* >>reservations */
@@ -44,7 +44,7 @@ static void tkvi_headroom(const tkv_cache *kv, const tkvi_plan *p, const tkvi_li
         if (tier != TKV_HOT)
             whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_lazy(kv)); i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
 }
 
 /* Adds to live[class], `sign` times, what one layer of seq may still take on its way to the reserved length:
@@ -102,19 +102,19 @@ static void tkvi_promise(tkv_cache *kv, int seq, int len) {
 /* An append of n tokens on paper, ageing first. What the layer was promised pays for it; while the promised
  * length is not passed, the rest of the promise stays, and promise and slots together do not grow. A step that
  * passes it keeps the promise as well: it may be aborted. */
-static void tkvi_paper_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *paper) {
+static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = paper->live + kv->tables.n_classes;
+    int64_t *before = dry_run->live + kv->tables.n_classes;
     size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
     int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, paper->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, paper->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, paper);
-    tkvi_paper_append(kv, seq, layer, n, paper);
+    memcpy(before, dry_run->live, bytes);
+    promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
+    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
+    tkvi_dry_run_append(kv, seq, layer, n, dry_run);
     if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(paper->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, paper->live);
-    tkvi_peak_note(paper);
+        memcpy(dry_run->live, before, bytes);
+    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, dry_run->live);
+    tkvi_peak_note(dry_run);
 }
 
 /* Pages in use, and those that reservations will need. */
@@ -123,7 +123,7 @@ static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
 }
 
 /* After any change of a sequence: what is still promised to it, and what can go back to the allocator. */
-static void tkvi_settle(tkv_cache *kv, int seq) {
+static void tkvi_release_unused(tkv_cache *kv, int seq) {
     if (kv->seq[seq].reserved_len) tkvi_promise(kv, seq, kv->seq[seq].reserved_len);
     tkvi_trim(&kv->pool);
 }
@@ -175,7 +175,7 @@ TKVI_FN float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_helpers *help, const tkvi_source *s, int token,
+static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, const tkvi_source *s, int token,
                            int head, int at, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
@@ -197,7 +197,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.coding[kv->pool.block[id].coding].bytes.total);
             kv->pool.block[mine].gone = kv->pool.block[id].gone;
-            if (kv->pool.notes) kv->pool.notes[mine] = kv->pool.notes[id];
+            if (kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
             ids[list->n - 1] = id = mine;
         }
@@ -237,11 +237,11 @@ static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, 
         const tkvi_coding *c = &kv->tables.coding[b->coding];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int at = list->len - b->start;
-        if (kv->pool.notes) { /* a place of a token that was cut off */
+        if (kv->pool.token_meta) { /* a place of a token that was cut off */
             b->gone &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].pinned &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].passing &= ~((uint64_t)1 << at);
-            kv->pool.notes[id].mass[at] =
+            kv->pool.token_meta[id].pinned &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].temporary_pins &= ~((uint64_t)1 << at);
+            kv->pool.token_meta[id].mass[at] =
                 tkvi_keeps_norms(kv)
                     ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.n_kv_heads, saturate))
                     : 0;
@@ -269,18 +269,18 @@ static void tkvi_watch(tkv_cache *kv, int seq) {
 static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
-    tkvi_say(&t, "sequence ");
-    tkvi_say_int(&t, seq);
-    tkvi_say(&t, ", layer ");
-    tkvi_say_int(&t, layer);
-    tkvi_say(&t, " holds ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, " tokens, so the next position is ");
-    tkvi_say_int(&t, len);
-    tkvi_say(&t, ", not ");
-    tkvi_say_int(&t, position);
-    tkvi_say(&t,
-             position < len ? ": call tkv_reset or tkv_truncate first" : ": append those before it first");
+    tkvi_append_text(&t, "sequence ");
+    tkvi_append_int(&t, seq);
+    tkvi_append_text(&t, ", layer ");
+    tkvi_append_int(&t, layer);
+    tkvi_append_text(&t, " holds ");
+    tkvi_append_int(&t, len);
+    tkvi_append_text(&t, " tokens, so the next position is ");
+    tkvi_append_int(&t, len);
+    tkvi_append_text(&t, ", not ");
+    tkvi_append_int(&t, position);
+    tkvi_append_text(&t, position < len ? ": call tkv_reset or tkv_truncate first"
+                                        : ": append those before it first");
     return TKV_ERR_RANGE;
 }
 
@@ -316,12 +316,12 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
 }
 
 /* An append on paper. */
-static tkvi_peak tkvi_paper_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
-    tkvi_peak paper = tkvi_paper(kv);
+static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
     int i;
     for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_paper_row(kv, rows[i].seq, layer, rows[i].n, &paper);
-    return paper;
+        if (rows[i].n) tkvi_dry_run_row(kv, rows[i].seq, layer, rows[i].n, &dry_run);
+    return dry_run;
 }
 
 /* What came with the last append may get tighter from now on; or, if this one fails, may not. */
@@ -329,7 +329,7 @@ static void tkvi_free_chunks(tkv_cache *kv, int layer, const tkv_rows *rows, int
     int i;
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_lazy(kv)) continue;
+        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
         if (failed) list->chunk = list->chunk_was;
         else list->chunk_was = list->chunk, list->chunk = list->len;
     }
@@ -340,7 +340,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     tkv_rows one;
     const tkv_rows *rows;
     tkvi_source k, v;
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int8_t had;
     tkv_status st;
     int n_rows, i, total, open, first = 0;
@@ -381,36 +381,36 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
     had = kv->tables.current[p->layer];
     if (!open && !tkvi_learn_begin(kv, p->layer, 0, &had)) goto no_table;
-    if (tkvi_lazy(kv))
+    if (tkvi_has_budget(kv))
         for (i = 0; i < n_rows; i++) /* what has left every window makes room */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
                 tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
-    paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+    dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     tkvi_free_chunks(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
-    if (tkvi_lazy(kv)) {
+    if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget_bytes,
                      token = kv->tables.coding[kv->tables.plan[p->layer].now.coding[TKV_HOT]].bytes.total /
                              TKVI_BLOCK;
         size_t takes;
         int fits;
-        tkvi_ask_for(kv, &paper, rows, n_rows, p->layer);
+        tkvi_ask_for(kv, &dry_run, rows, n_rows, p->layer);
         fits = tkvi_fits_somewhere(kv, budget, &takes);
         tkvi_learn_end(kv, p->layer, had, fits); /* blocks may go by it at once */
-        if (fits && !(kv->resort & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
+        if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
         if (!fits || !tkvi_make_room(kv, budget)) {
             tkvi_free_chunks(kv, p->layer, rows, n_rows, 1);
             return tkvi_over_budget(kv, takes);
         }
         had = kv->tables
                   .current[p->layer]; /* or was made just now: blocks have it already, so it stays as it is */
-        paper = tkvi_paper_rows(kv, p->layer, rows, n_rows);
+        dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
             !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_want(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &paper)) goto no_memory;
+    if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
     tkvi_learn_end(kv, p->layer, had, 1);
     if (!open) tkvi_metric_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
@@ -428,7 +428,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seen[p->layer] =
             tkvi_min(TKVI_FOREVER, kv->seen[p->layer] + total); /* an abort takes its part back */
     tkvi_metric_count(kv, p->layer, total);
-    for (i = 0; i < n_rows; i++) tkvi_settle(kv, rows[i].seq); /* not before: the batch shares its pages */
+    for (i = 0; i < n_rows; i++)
+        tkvi_release_unused(kv, rows[i].seq); /* not before: the batch shares its pages */
     return tkvi_ok(kv);
 no_memory:
     tkvi_learn_end(kv, p->layer, had, 0);
@@ -468,24 +469,24 @@ static int tkvi_ages(const tkv_cache *kv, int seq, int layer) {
 
 static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     int8_t had[TKVI_MAX_LAYERS];
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
         had[layer] = kv->tables.current[layer];
         if (ready && tkvi_ages(kv, seq, layer)) ready = tkvi_learn_begin(kv, layer, flush, &had[layer]);
     }
-    paper = tkvi_paper(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, paper.live);
+    dry_run = tkvi_begin_dry_run(kv);
+    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored == layer)
                 tkvi_age(kv, seq, layer,
                          flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
                                                                                  : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &paper);
+                         partial, pass ? NULL : &dry_run);
         if (pass) continue;
-        ready = (tkvi_lazy(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &paper); /* nothing but windows is due then */
+        ready = (tkvi_has_budget(kv) && !flush) ||
+                tkvi_peak_ready(&kv->pool, &dry_run); /* nothing but windows is due then */
         for (layer = 0; layer < n; layer++) {
             tkvi_learn_end(kv, layer, had[layer], ready);
             if (ready && tkvi_ages(kv, seq, layer)) tkvi_metric_learn(kv, layer);
@@ -493,14 +494,14 @@ static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
     }
     for (layer = 0; layer < n && !pass; layer++) tkvi_learn_end(kv, layer, had[layer], 0);
     if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_lazy(kv) : kv->heap.at_limit;
+        const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
                          budget              ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -551,7 +552,7 @@ TKV_API tkv_status tkv_commit(tkv_cache *kv, int seq) {
                              "");
     }
     kv->seq[seq].in_step = 0;
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -579,7 +580,7 @@ static void tkvi_cut(tkv_cache *kv, int seq, int layer, int len) {
     list->out = tkvi_min(list->out, list->n - list->sinks);
     list->len = len;
     list->chunk = tkvi_min(list->chunk, len);
-    tkvi_mass_cut(kv, list, ids);
+    tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
     if (list->n > 1 && list->sinks) tkvi_cut_packed(kv, ids[0], len); /* anchors of blocks that are gone */
 }
@@ -594,16 +595,16 @@ TKV_API tkv_status tkv_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         if (kv->seen && kv->seen[layer] > 0) kv->seen[layer] = tkvi_max(0, kv->seen[layer] - n);
-        if (kv->ears && kv->ears[layer].tokens > 0)
-            kv->ears[layer].tokens = tkvi_max(0, kv->ears[layer].tokens - n);
+        if (kv->query_stats && kv->query_stats[layer].tokens > 0)
+            kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
         tkvi_cut(kv, seq, layer, list->step_len);
     }
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
-    tkvi_peak paper;
+    tkvi_peak dry_run;
     tkv_rows row;
     int len, layer, had, want, ready = 1;
     if (!tkvi_seq_ok(kv, seq)) return tkvi_seq_bad(kv, seq);
@@ -618,25 +619,25 @@ TKV_API tkv_status tkv_reserve(tkv_cache *kv, int seq, int n) {
     had = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
     tkvi_promise(kv, seq, tkvi_max(had, len + n));
-    paper = tkvi_paper(kv);
-    if (tkvi_lazy(kv)) {
+    dry_run = tkvi_begin_dry_run(kv);
+    if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget_bytes;
         size_t takes;
         tkvi_promise(kv, seq, had); /* until there is room: recoding takes pages that nobody is promised */
-        tkvi_ask_for(kv, &paper, &row, 1, -1);
+        tkvi_ask_for(kv, &dry_run, &row, 1, -1);
         if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
             tkvi_trim(&kv->pool);
             return tkvi_over_budget(kv, takes);
         }
         tkvi_promise(kv, seq, tkvi_max(had, len + n));
-        paper = tkvi_paper(kv);
+        dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.n_layers && ready;
          layer++) /* the first table can be due; others wait */
         if (kv->seen && kv->seen[layer] >= 0 && kv->tables.current[layer] < 0)
             ready = tkvi_version_ready(kv, 0);
     want = tkvi_row_want(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &paper)) return tkvi_ok(kv);
+    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
     tkvi_promise(kv, seq, had); /* as it was */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
@@ -659,8 +660,8 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored != layer || list->len <= n_tokens) continue;
         if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
         if (list->dropped && list->dropped + p->keep > must) must = list->dropped + p->keep;
-        for (i = list->n; kv->pool.n_spilled && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_spilled(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
+        for (i = list->n; kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
+            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < must)
             return tkvi_fail(kv, TKV_ERR_INEXACT, "older tokens are compressed, outside or gone; at least",
                              must, " must stay");
@@ -668,7 +669,7 @@ TKV_API tkv_status tkv_truncate(tkv_cache *kv, int seq, int n_tokens) {
     taken = tkvi_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_cut(kv, seq, layer, n_tokens);
-    tkvi_settle(kv, seq);
+    tkvi_release_unused(kv, seq);
     if (tkvi_pages_taken(&kv->pool) >
         taken) /* where tokens were evicted, blocks that are left have no room */
         tkvi_promise(kv, seq, 0);
@@ -701,10 +702,10 @@ TKV_API tkv_status tkv_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
-    const tkvi_helpers *help;
+    const tkvi_simd_ops *help;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_room room;
+    tkvi_fetch_buffer room;
     int i, h, from, to, slot;
     room.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
@@ -714,10 +715,11 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->dropped || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (kv->pool.notes && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
-    for (i = start; i < start + n && tkvi_lacks(kv, seq, layer, i, start + n); i++) { /* but for anchors */
+    if (kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    for (i = start; i < start + n && tkvi_next_discarded(kv, seq, layer, i, start + n);
+         i++) { /* but for anchors */
         const int at = tkvi_find(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_absent(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+        if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->n_kv_heads;
