@@ -31,6 +31,7 @@ static unsigned char *calibrate(const llama_model *m, const int *tokens, int n, 
         const int pos = at % context, left = n - at < context - pos ? n - at : context - pos;
         step = left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS;
         cache.seq = at / context;
+        cache.pos = pos;
         st = llama_forward_with(m, tokens + at, step, pos, llama_tiered, &cache, NULL, 0);
         if (progress) progress(step);
     }

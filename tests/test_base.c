@@ -446,7 +446,7 @@ TEST(xxh64_finds_few_bits) {
     xxh_sanity_bytes(bytes, SIZE);
     right = tkvi_xxh64(7, bytes, SIZE);
     for (d = 0; d < 2; d++)
-        for (at = 0; at + distance[d] + 8 <= SIZE; at += tkv_test_quick() ? 40 : 8)
+        for (at = 0; at + distance[d] + 8 <= SIZE; at += tkv_test_quick() ? 40u : 8u)
             for (i = 0; i < 128; i++) {
                 uint8_t *word = bytes + at;
                 flip_bit(word, distance[d], i);

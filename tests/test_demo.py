@@ -27,8 +27,8 @@ class Recall(unittest.TestCase):
         cls.place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.place.cleanup)
         cls.program = os.path.join(cls.place.name, "generate")
-        subprocess.check_call([os.environ.get("CC", "cc"), "-O2", os.path.join(ROOT, "examples", "generate.c"), "-o",
-                               cls.program, "-lm"])
+        sources = [os.path.join(ROOT, "examples", name) for name in ("generate.c", "tieredkv.c")]
+        subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "-o", cls.program] + sources + ["-lm"])
 
     def generate(self, prompt, *args, status=0):
         run = subprocess.run([self.program, STORIES, "-p", prompt, "-c", "512", "--seed", "3"] + list(args),

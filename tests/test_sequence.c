@@ -980,7 +980,7 @@ static tkv_status feed_at(tkv_cache *kv, int seq, int layer, int position, int n
 /* Positions that are wrong for a layer of this length, and a word of each sentence. */
 static void wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
     static const int far_off[] = {-2147483647 - 1, -1, 0, 0x7fffffff};
-    char word[60];
+    char word[160];
     int i;
     for (i = 0; i < COUNT(far_off) + 2; i++) {
         const int position = i < COUNT(far_off) ? far_off[i] : i == COUNT(far_off) ? len - 1 : len + 1;
@@ -1061,7 +1061,7 @@ TEST(positions_in_a_batch) {
     for (i = 0; i < 3; i++) { /* one that is wrong refuses all */
         const int right = positions[i];
         picture before = picture_of(kv);
-        char word[60];
+        char word[160];
         positions[i] = right + 1;
         snprintf(word, sizeof word, "sequence %d, layer 0 holds %d tokens", rows[i].seq, right);
         refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, word, &before);

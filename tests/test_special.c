@@ -10,7 +10,6 @@
 enum { HEADS = 4, KV_HEADS = 2, DIM = 64, LEN = 300, MOST_ROWS = 40, HIDDEN_KEY = 100, ROW = HEADS * DIM };
 
 static const uint32_t nans[] = {0x7fc00000u, 0xffc00000u, 0x7f800001u, 0xffffffffu};
-static const uint32_t infinities[] = {0x7f800000u, 0xff800000u};
 static const uint32_t nonfinite[] = {0x7fc00000u, 0xffc00000u, 0x7f800001u,
                                      0xffffffffu, 0x7f800000u, 0xff800000u};
 
