@@ -718,6 +718,7 @@ TEST(policies) {
     CHECK_EQ(parse_policy(&cfg, "{\"threshold\": [0.5, 0.75], \"max_level\": \"none\"}", reason), TKV_OK);
     CHECK_NEAR(cfg.threshold[1], .75f, 0);
     CHECK_EQ(cfg.max_level, TKV_NONE);
+    memset(&back, 0, sizeof back);
     CHECK_EQ(parse_policy(&back, "hysteresis = zero\nthreshold = zero, .5", reason), TKV_OK);
     CHECK(back.hysteresis < 0.0f && back.threshold[0] < 0.0f); /* TKV_ZERO */
     CHECK_EQ(parse_policy(&back, "{\"hysteresis\": \"zero\", \"threshold\": [\"zero\", 0.5]}", reason),
