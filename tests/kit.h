@@ -67,14 +67,14 @@ static inline int from_env(const char *name, int otherwise) {
 }
 
 /* >>an allocator that counts what it gave and refuses on demand */
-typedef struct purse {
+typedef struct counting_allocator {
     int closed; /* 0: gives; 1: refuses; n: refuses after n - 1 more */
     int asked, refused;
     size_t held, most;
-} purse;
+} counting_allocator;
 
-static inline void *purse_alloc(void *user, size_t size, size_t align) {
-    purse *p = (purse *)user;
+static inline void *counting_alloc(void *user, size_t size, size_t align) {
+    counting_allocator *p = (counting_allocator *)user;
     char *raw, *at;
     p->asked++;
     if (p->closed == 1) p->refused++;
@@ -91,8 +91,8 @@ static inline void *purse_alloc(void *user, size_t size, size_t align) {
     return at;
 }
 
-static inline void purse_release(void *user, void *ptr, size_t size, size_t align) {
-    purse *p = (purse *)user;
+static inline void counting_release(void *user, void *ptr, size_t size, size_t align) {
+    counting_allocator *p = (counting_allocator *)user;
     char *raw;
     (void)align;
     memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
@@ -101,26 +101,26 @@ static inline void purse_release(void *user, void *ptr, size_t size, size_t alig
     free(raw);
 }
 
-static inline tkv_allocator purse_of(purse *p) {
+static inline tkv_allocator counting_allocator_of(counting_allocator *p) {
     tkv_allocator a;
     memset(p, 0, sizeof *p);
     a.user = p;
-    a.alloc = purse_alloc;
-    a.release = purse_release;
+    a.alloc = counting_alloc;
+    a.release = counting_release;
     return a;
 }
 
 /* >>memory of the caller's, with borders that nobody may touch */
-typedef struct site {
+typedef struct guarded_buffer {
     uint8_t *raw, *mem;
     size_t bytes, size;
-} site;
+} guarded_buffer;
 
 enum { BORDER = 4096 };
 
 /* `offset` bytes behind a multiple of 64, filled with `poison`. */
-static inline site site_of(size_t bytes, size_t offset, int poison) {
-    site p;
+static inline guarded_buffer guarded_buffer_of(size_t bytes, size_t offset, int poison) {
+    guarded_buffer p;
     p.size = bytes + 2 * BORDER + 128;
     p.raw = (uint8_t *)malloc(p.size);
     if (!p.raw) exit(2);
@@ -132,7 +132,7 @@ static inline site site_of(size_t bytes, size_t offset, int poison) {
     return p;
 }
 
-static inline void borders(const site *p) {
+static inline void borders(const guarded_buffer *p) {
     const uint8_t *at;
     int bad = 0;
     for (at = p->raw; at < p->mem; at++) bad += *at != 0xe7;
@@ -141,12 +141,12 @@ static inline void borders(const site *p) {
 }
 
 /* A cache in as many bytes as it asks for; one less is too few. */
-static inline tkv_cache *make_in(const tkv_config *cfg, site *p, size_t offset) {
+static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_t offset) {
     tkv_cache *kv = NULL;
     size_t bytes = 0;
     CHECK_EQ(tkv_required_bytes(cfg, &bytes), TKV_OK);
     if (cfg->budget_bytes) CHECK_EQ(bytes, cfg->budget_bytes);
-    *p = site_of(bytes, offset, 0xff);
+    *p = guarded_buffer_of(bytes, offset, 0xff);
     CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
     CHECK_EQ(tkv_init_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
     if (!kv) exit(2);
@@ -156,14 +156,14 @@ static inline tkv_cache *make_in(const tkv_config *cfg, site *p, size_t offset) 
 /* >>a store in memory that keeps to what api.h says of it, notices who does not, and fails on demand */
 enum { DEPOT_KEYS = 4096, DEPOT_PARTS = 16 /* of a block, at most: two for each KV head */ };
 
-typedef struct shelf {
+typedef struct stored_key {
     int alive, parts;
     size_t at[DEPOT_PARTS], size[DEPOT_PARTS];
     uint8_t *bytes;
-} shelf;
+} stored_key;
 
-typedef struct depot {
-    shelf *key; /* [DEPOT_KEYS] */
+typedef struct test_store {
+    stored_key *key; /* [DEPOT_KEYS] */
     size_t room;
     int stores, fetches, drops, hints; /* calls */
     int store_fails, fetch_fails;      /* the n-th call from now on; 0: none */
@@ -171,11 +171,11 @@ typedef struct depot {
     int failed;                        /* calls that did one of these */
     int lazy;                          /* stores say yes and do nothing */
     int full;                          /* all fail */
-} depot;
+} test_store;
 
-static inline int depot_store(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    shelf *s = &d->key[key % DEPOT_KEYS];
+static inline int test_store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    test_store *d = (test_store *)user;
+    stored_key *s = &d->key[key % DEPOT_KEYS];
     CHECK(key < DEPOT_KEYS);
     CHECK(offset + size <= d->room);
     d->stores++;
@@ -199,9 +199,9 @@ static inline int depot_store(void *user, uint32_t key, size_t offset, const voi
     return 0;
 }
 
-static inline int depot_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
-    depot *d = (depot *)user;
-    const shelf *s = &d->key[key % DEPOT_KEYS];
+static inline int test_store_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    test_store *d = (test_store *)user;
+    const stored_key *s = &d->key[key % DEPOT_KEYS];
     int i = 0;
     d->fetches++;
     CHECK(key < DEPOT_KEYS && s->alive);
@@ -221,40 +221,40 @@ static inline int depot_fetch(void *user, uint32_t key, size_t offset, void *byt
     return 0;
 }
 
-static inline void depot_ahead(void *user, uint32_t key, size_t offset, size_t size) {
-    depot *d = (depot *)user;
+static inline void test_store_prefetch(void *user, uint32_t key, size_t offset, size_t size) {
+    test_store *d = (test_store *)user;
     d->hints++;
     CHECK(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive);
     CHECK(size > 0 && offset + size <= d->room);
 }
 
-static inline void depot_drop(void *user, uint32_t key) {
-    depot *d = (depot *)user;
+static inline void test_store_erase(void *user, uint32_t key) {
+    test_store *d = (test_store *)user;
     CHECK_MSG(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive, "key %u was dropped twice", (unsigned)key);
     d->key[key % DEPOT_KEYS].alive = 0;
     d->drops++;
 }
 
-static inline int alive_in(const depot *d) {
+static inline int alive_in(const test_store *d) {
     int i, n = 0;
     for (i = 0; i < DEPOT_KEYS; i++) n += d->key[i].alive;
     return n;
 }
 
 /* The config's caches spill into it. */
-static inline void depot_for(depot *d, tkv_config *cfg) {
+static inline void test_store_for(test_store *d, tkv_config *cfg) {
     memset(d, 0, sizeof *d);
     CHECK_EQ(tkv_spill_bytes(cfg, &d->room), TKV_OK);
-    d->key = (shelf *)calloc(DEPOT_KEYS, sizeof *d->key);
+    d->key = (stored_key *)calloc(DEPOT_KEYS, sizeof *d->key);
     if (!d->key) exit(2);
-    cfg->spill.store = depot_store;
-    cfg->spill.fetch = depot_fetch;
-    cfg->spill.ahead = depot_ahead;
-    cfg->spill.drop = depot_drop;
+    cfg->spill.store = test_store_write;
+    cfg->spill.fetch = test_store_fetch;
+    cfg->spill.ahead = test_store_prefetch;
+    cfg->spill.drop = test_store_erase;
     cfg->spill.user = d;
 }
 
-static inline void depot_end(depot *d) { /* after the cache */
+static inline void test_store_end(test_store *d) { /* after the cache */
     int i;
     CHECK_EQ(alive_in(d), 0);
     for (i = 0; i < DEPOT_KEYS; i++) free(d->key[i].bytes);

@@ -65,7 +65,7 @@ typedef struct rig {
     tkv_config cfg;
     tkv_layer_config layers[LAYERS];
     tkv_level ladder[LEVELS];
-    depot store;
+    test_store store;
     outputs o;
     uint64_t state, written; /* hashes from before the call */
 } rig;
@@ -104,7 +104,7 @@ static void configure(rig *r) {
     if (r->kind == EVICT || r->kind == BUDGET) cfg->evict.kind = TKV_EVICT_H2O;
     if (r->kind == EVICT) cfg->n_anchors = 4;
     if (r->kind == SPILL || r->kind == BUDGET) {
-        depot_for(&r->store, cfg);
+        test_store_for(&r->store, cfg);
         cfg->spill.keep_exact = r->kind == SPILL;
     }
     if (r->kind == BUDGET) {
@@ -1206,7 +1206,7 @@ static void try_all(int kind) {
         try_codec(r);
     }
     unbuild(r);
-    if (r->cfg.spill.store) depot_end(&r->store);
+    if (r->cfg.spill.store) test_store_end(&r->store);
     free(r);
 }
 

@@ -24,12 +24,12 @@ enum {
 };
 
 /* >>what was appended, to be read again */
-typedef struct story {
+typedef struct model_sequence {
     int len;
     float k[LONGEST][ROW], v[LONGEST][ROW];
-} story;
+} model_sequence;
 
-static story told[SEQS][LAYERS];
+static model_sequence told[SEQS][LAYERS];
 static float k_in[SEQS * CHUNK * ROW], v_in[SEQS * CHUNK * ROW], k_out[LONGEST * ROW], v_out[LONGEST * ROW];
 static tkv_rng rng;
 
@@ -51,7 +51,7 @@ static void fresh(int n) {
 }
 
 static void tell(int seq, int layer, int from, int n) {
-    story *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     int t, c;
     for (t = 0; t < n; t++, s->len++)
         for (c = 0; c < ROW; c++) {
@@ -79,7 +79,7 @@ static tkv_status append_all(tkv_cache *kv, int seq, int n) {
 
 /* Reads all of a list: exact tokens are what was told, to the bit; the others resemble it. Returns those exact. */
 static int reads_well(const tkv_cache *kv, int seq, int layer) {
-    const story *s = &told[seq][layer];
+    const model_sequence *s = &told[seq][layer];
     double err = 0.0, all = 0.0;
     int t, c, exact = 0, len = tkv_layer_len(kv, seq, layer);
     CHECK_EQ(len, s->len);
@@ -121,11 +121,11 @@ static tkv_config small_config(size_t budget) {
 static void check_growth(size_t budget, int chunk) {
     tkv_config cfg = small_config(budget);
     tkv_cache *kv;
-    purse p;
+    counting_allocator p;
     int l = 0, level = 0, most_level = 0, tokens = 0, context, len[LAYERS];
     tkv_status st = TKV_OK;
     forget_all();
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(tkv_max_context(&cfg, 1, &context), TKV_OK);
     while (!st && tokens + chunk <= LONGEST) {
@@ -207,12 +207,12 @@ TEST(oldest_first) {
 }
 
 /* >>events and levels */
-typedef struct diary {
+typedef struct event_log {
     int n, level[64], refused, tables, wrong;
-} diary;
+} event_log;
 
 static void note(void *user, const tkv_event *e) {
-    diary *d = (diary *)user;
+    event_log *d = (event_log *)user;
     if (!e->text || !e->text[0]) d->wrong++;
     if (e->kind == TKV_EVENT_BUDGET) d->refused++;
     if (e->kind == TKV_EVENT_TABLE) d->tables++;
@@ -224,7 +224,7 @@ static void note(void *user, const tkv_event *e) {
 /* Relaxes when sequences end, not before all would fit; then tightens again. */
 TEST(relaxes_when_all_fits) {
     tkv_config cfg = small_config(800 * 1000);
-    diary d;
+    event_log d;
     tkv_cache *kv;
     int i, t, turns = 0;
     memset(&d, 0, sizeof d);
@@ -348,7 +348,7 @@ TEST(steps_reach_as_far) {
     for (i = 0; i < COUNT(budgets); i++)
         for (steps = 0; steps < 2; steps++) {
             tkv_config cfg = small_config(budgets[i]);
-            diary d;
+            event_log d;
             tkv_cache *kv;
             tkv_status st = TKV_OK;
             int context = -1;
@@ -488,12 +488,12 @@ TEST(min_level_holds_while_memory_is_free) {
 /* >>changes at run time */
 TEST(budget_goes_down_and_up) {
     tkv_config cfg = small_config(1700 * 1000);
-    purse p;
+    counting_allocator p;
     tkv_cache *kv;
     int t, exact;
     size_t least;
     forget_all();
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (t = 0; t < 1300; t++) CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
@@ -642,12 +642,12 @@ TEST(hot_tokens_and_level_by_hand) {
 
 TEST(steps_and_reservations) {
     tkv_config cfg = small_config(560 * 1000);
-    purse p;
+    counting_allocator p;
     tkv_cache *kv;
     int t, l, i, kept = 0;
     tkv_status st = TKV_OK;
     forget_all();
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (t = 0; t < 1600 && !st && told[0][0].len + 9 <= LONGEST; t++) {
         int n = 1 + tkv_rng_below(&rng, 9), abort = tkv_rng_below(&rng, 3) == 0, len[LAYERS];
@@ -700,11 +700,11 @@ TEST(every_allocation_fails_once) {
     for (fail = 1; last; fail++) {
         tkv_config cfg = small_config(1000 * 1000);
         tkv_cache *kv = NULL;
-        purse p;
+        counting_allocator p;
         int steps = 0, s, l;
         tkv_status st;
         forget_all();
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         p.closed = fail + 1;
         st = tkv_create(&cfg, &kv);
         if (!st) st = scenario(kv, &steps);
@@ -738,7 +738,7 @@ TEST(in_place_is_filled_to_the_end) {
     size_t off;
     for (off = 0; off < 64; off += 21) {
         tkv_config cfg = small_config(1100 * 1000 + off * 1000);
-        site p;
+        guarded_buffer p;
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int t;

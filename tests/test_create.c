@@ -80,9 +80,9 @@ TEST(least_budget_is_named) {
 
 /* What creation asks the allocator for, one refusal after the other. */
 static void each_allocation_fails(const char *text, tkv_config cfg, int most) {
-    purse p;
+    counting_allocator p;
     int n, refusals = 0;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     for (n = 1; n < most; n++) {
         char reason[200] = "#", mark;
         tkv_cache *kv = (tkv_cache *)(void *)&mark;
@@ -224,18 +224,18 @@ static void on_event(void *user, const tkv_event *e) {
 }
 
 TEST(host_fields_hold) {
-    purse p;
+    counting_allocator p;
     tkv_config host = tkv_config_default();
     tkv_cache *kv;
-    depot store;
+    test_store store;
     int done = 0, i;
     static float x[64 * 32];
-    host.allocator = purse_of(&p);
+    host.allocator = counting_allocator_of(&p);
     host.on_event = on_event;
     host.n_layers = 1;
     host.n_heads = 2;
     host.head_dim = 16;
-    depot_for(&store, &host);
+    test_store_for(&store, &host);
     host.n_layers = 7;
     kv = from("n_layers = 1\nn_levels = 2\nladder[1].hot_tokens = 9\nwarm = kivi4\narchive = kivi2\n", &host);
     CHECK(p.asked > 0 && p.held > 0);
@@ -247,7 +247,7 @@ TEST(host_fields_hold) {
     CHECK_EQ(done, 1);
     CHECK(store.stores > 0);
     tkv_destroy(kv);
-    depot_end(&store);
+    test_store_end(&store);
     CHECK_EQ(p.held, 0);
 }
 
@@ -299,13 +299,13 @@ TEST(errors_without_a_line) {
     tkv_config host = tkv_config_default();
     tkv_cache *kv = NULL;
     char reason[200];
-    purse p;
+    counting_allocator p;
     bad_text(HEAD, NULL, TKV_ERR_CONFIG, "head_dim is 0; it must be");
     bad_text("", NULL, TKV_ERR_CONFIG, "n_layers is 0; it must be");
     host.start_canary = 7;
     bad_text("n_layers = 1", &host, TKV_ERR_CONFIG, "start_canary is 1; ");
     host = tkv_config_default();
-    host.allocator = purse_of(&p);
+    host.allocator = counting_allocator_of(&p);
     host.allocator.release = NULL;
     bad_text(many_layers, &host, TKV_ERR_CONFIG, "allocator is 1; ");
     CHECK_EQ(p.asked, 0);
@@ -328,14 +328,14 @@ TEST(nothing_leaks) {
                                        "head_dim = 2",
                                        "kvquant = 99\n",
                                        "rope.dim = 6\nrope.frequencies = [1, 2]\n"};
-    purse p;
+    counting_allocator p;
     int i;
     for (i = 0; i < COUNT(ends); i++) {
         char text[400], reason[200];
         tkv_cache *kv = NULL;
         tkv_config host = tkv_config_default();
         tkv_status st;
-        host.allocator = purse_of(&p);
+        host.allocator = counting_allocator_of(&p);
         snprintf(text, sizeof text, "%s%s", many_layers, ends[i]);
         st = tkv_create_from_text(text, strlen(text), &host, &kv, reason, sizeof reason);
         CHECK_MSG((st == TKV_OK) == (i == 0), "%s: %s", ends[i], reason);

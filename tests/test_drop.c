@@ -810,7 +810,7 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
     static const tkv_evict_kind kinds[] = {TKV_EVICT_SLIDING, TKV_EVICT_KNORM, TKV_EVICT_RANDOM};
     static witness seen;
     tkv_budget_info b;
-    purse p;
+    counting_allocator p;
     int i, k, n;
     for (k = 0; k < COUNT(kinds); k++) {
         tkv_config cfg = small_config();
@@ -821,7 +821,7 @@ TEST(under_a_budget) { /* tiers first; then tokens go, and no append is refused;
         cfg.hot = pair_of(TKV_F16, TKV_F16);
         cfg.budget_bytes = 500000;
         cfg.evict.kind = kinds[k];
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         cfg.on_event = sees;
         cfg.event_user = &seen;
         t = twins_of(&cfg);

@@ -35,24 +35,24 @@ enum {
 };
 
 /* >>the model */
-typedef struct tale {
+typedef struct model_sequence {
     int len, step_len;
     int last;   /* positions from here on came last: they are exact */
     int behind; /* positions before have left the window */
     uint64_t gone[WORDS], away[WORDS], pinned[WORDS];
     float k[LONGEST * MOST_ROW], v[LONGEST * MOST_ROW];
-} tale;
+} model_sequence;
 
-static tale told[SEQS][LAYERS];
+static model_sequence told[SEQS][LAYERS];
 static int in_step[SEQS], reserved[SEQS];
 static int blocks_discarded[SEQS]; /* blocks were given up: an anchor that is one no more may be missing */
 
 /* >>what is under test */
 static tkv_config cfg;
 static tkv_cache *kv;
-static purse memory;
-static site ground;
-static depot store;
+static counting_allocator memory;
+static guarded_buffer arena;
+static test_store store;
 static tkv_remat remat;
 static size_t top, image_size;
 static uint8_t image[1 << 18]; /* of tkv_calibration_save */
@@ -78,7 +78,7 @@ static float k_out[LONGEST * MOST_ROW], v_out[LONGEST * MOST_ROW];
 static int has(const uint64_t *bits, int i) { return (int)(bits[i / 64] >> i % 64 & 1); }
 static void mark(uint64_t *bits, int i) { bits[i / 64] |= (uint64_t)1 << i % 64; }
 static void unmark(uint64_t *bits, int i) { bits[i / 64] &= ~((uint64_t)1 << i % 64); }
-static int lot(int n) { return tkv_rng_below(&rng, n); }
+static int rand_below(int n) { return tkv_rng_below(&rng, n); }
 static int least(int a, int b) { return a < b ? a : b; }
 static int most(int a, int b) { return a > b ? a : b; }
 
@@ -102,7 +102,7 @@ static int is_missing(int seq) {
 }
 
 static void cut(int seq, int layer, int len) {
-    tale *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     for (; s->len > len; s->len--) {
         unmark(s->gone, s->len - 1);
         unmark(s->away, s->len - 1);
@@ -138,7 +138,7 @@ static void fresh(int n) {
 }
 
 static void tell(int seq, int layer, int from, int n) {
-    tale *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     if (!in_step[seq] && n) s->last = s->len;
     memcpy(s->k + s->len * k_row, k_in + from * k_row, (size_t)(n * k_row) * sizeof(float));
     memcpy(s->v + s->len * v_row, v_in + from * v_row, (size_t)(n * v_row) * sizeof(float));
@@ -153,7 +153,7 @@ static void sees(void *user, const tkv_event *e) {
     may.evicted += e->n;
     if (!may.evict[e->seq]) may.wrong++;
     for (i = 0; i < e->n; i++) {
-        tale *s = &told[e->seq][e->layer];
+        model_sequence *s = &told[e->seq][e->layer];
         const int at = e->positions[i];
         if (at < 0 || at >= s->len || has(s->gone, at) || has(s->pinned, at) ||
             (i && at <= e->positions[i - 1])) {
@@ -201,7 +201,7 @@ static double off(const float *x, const float *y, int n) {
 }
 
 static void look_at(int seq, int layer) {
-    tale *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     uint8_t *state = now.state[seq][layer];
     uint8_t tier[LONGEST];
     uint64_t alive[WORDS];
@@ -347,9 +347,9 @@ static void makes_room(int used) {
 }
 
 static tkv_status does_append(int seq, int layer) {
-    tale *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     const int lag = longest(seq) - s->len, room = CHUNK - (in_step[seq] ? s->len - s->step_len : 0);
-    int n = lag && lot(8) ? lag : 1 + lot(lot(3) ? 12 : CHUNK);
+    int n = lag && rand_below(8) ? lag : 1 + rand_below(rand_below(3) ? 12 : CHUNK);
     tkv_status st;
     n = least(least(n, room), LONGEST - s->len);
     if (n <= 0) return TKV_OK;
@@ -373,10 +373,11 @@ static tkv_status does_batch(int seq, int layer) {
     int s, n = 0;
     memset(&p, 0, sizeof p);
     for (s = 0; s < SEQS; s++) {
-        const tale *t = &told[s][layer];
+        const model_sequence *t = &told[s][layer];
         rows[s].seq = s;
-        rows[s].n = least(least(lot(40), CHUNK - (in_step[s] ? t->len - t->step_len : 0)), LONGEST - t->len);
-        if (lot(4) == 0) rows[s].n = 0;
+        rows[s].n =
+            least(least(rand_below(40), CHUNK - (in_step[s] ? t->len - t->step_len : 0)), LONGEST - t->len);
+        if (rand_below(4) == 0) rows[s].n = 0;
         n += rows[s].n;
     }
     fresh(n);
@@ -417,8 +418,8 @@ static tkv_status does_end(int seq, int layer) { /* commit or abort */
     tkv_status st;
     int l;
     (void)layer;
-    if (!in_step[seq]) return lot(2) ? tkv_commit(kv, seq) : tkv_abort(kv, seq);
-    if (lot(3)) {
+    if (!in_step[seq]) return rand_below(2) ? tkv_commit(kv, seq) : tkv_abort(kv, seq);
+    if (rand_below(3)) {
         sprintf(may.text, "commit sequence %d", seq);
         st = tkv_commit(kv, seq);
         CHECK_EQ(st, even ? TKV_OK : TKV_ERR_STATE);
@@ -435,7 +436,7 @@ static tkv_status does_end(int seq, int layer) { /* commit or abort */
 }
 
 static tkv_status does_reserve(int seq, int layer) {
-    const int n = 1 + lot(least(CHUNK, LONGEST - shortest(seq)));
+    const int n = 1 + rand_below(least(CHUNK, LONGEST - shortest(seq)));
     tkv_status st;
     (void)layer;
     makes_room(seq);
@@ -447,7 +448,7 @@ static tkv_status does_reserve(int seq, int layer) {
 }
 
 static tkv_status does_truncate(int seq, int layer) {
-    const int to = most(0, shortest(seq) - lot(90));
+    const int to = most(0, shortest(seq) - rand_below(90));
     tkv_status st;
     int l;
     (void)layer;
@@ -460,14 +461,14 @@ static tkv_status does_truncate(int seq, int layer) {
 
 static tkv_status does_reset(int seq, int layer) {
     (void)layer;
-    if (longest(seq) < LONGEST - 20 && lot(4)) return TKV_OK;
+    if (longest(seq) < LONGEST - 20 && rand_below(4)) return TKV_OK;
     sprintf(may.text, "reset sequence %d", seq);
     forget(seq);
     return tkv_reset(kv, seq);
 }
 
 static tkv_status does_flush(int seq, int layer) {
-    const int mode = lot(3);
+    const int mode = rand_below(3);
     tkv_status st;
     int l;
     (void)layer;
@@ -479,7 +480,7 @@ static tkv_status does_flush(int seq, int layer) {
 }
 
 static tkv_status does_budget(int seq, int layer) {
-    const size_t bytes = lot(8) || in_place ? top - (size_t)lot((int)(top / 2)) : 0;
+    const size_t bytes = rand_below(8) || in_place ? top - (size_t)rand_below((int)(top / 2)) : 0;
     tkv_status st;
     int s;
     (void)seq;
@@ -496,7 +497,7 @@ static tkv_status does_budget(int seq, int layer) {
 
 static tkv_status does_level(int seq, int layer) {
     const tkv_budget_info b = budget_of(kv);
-    const int level = lot(b.n_levels + 1);
+    const int level = rand_below(b.n_levels + 1);
     const tkv_status st = tkv_set_level(kv, level);
     (void)seq;
     (void)layer;
@@ -506,7 +507,7 @@ static tkv_status does_level(int seq, int layer) {
 }
 
 static tkv_status does_hot_tokens(int seq, int layer) {
-    const int n = 1 + lot(200);
+    const int n = 1 + rand_below(200);
     const tkv_status st = tkv_set_hot_tokens(kv, n);
     (void)seq;
     (void)layer;
@@ -516,13 +517,13 @@ static tkv_status does_hot_tokens(int seq, int layer) {
 }
 
 static tkv_status does_idle_work(int seq, int layer) {
-    const int n = lot(20);
+    const int n = rand_below(20);
     int done = -1;
     tkv_status st;
     (void)seq;
     (void)layer;
     sprintf(may.text, "maintain %d", n);
-    CHECK_EQ(tkv_observe(kv, lot(3) ? 0.0f : (float)tkv_rng_uniform(&rng)), TKV_OK);
+    CHECK_EQ(tkv_observe(kv, rand_below(3) ? 0.0f : (float)tkv_rng_uniform(&rng)), TKV_OK);
     st = tkv_maintain(kv, n, &done);
     CHECK(done >= 0 && done <= n);
     return st;
@@ -530,7 +531,7 @@ static tkv_status does_idle_work(int seq, int layer) {
 
 static tkv_status does_calibration(int seq, int layer) {
     size_t bytes = 0;
-    const int what = lot(4);
+    const int what = rand_below(4);
     (void)seq;
     (void)layer;
     sprintf(may.text, "calibration %d", what);
@@ -550,7 +551,7 @@ static double weights[LONGEST];
 
 static void attend_in_double(int seq, int layer, int n, const float *q, const float *k, const float *v,
                              double *out) {
-    const tale *s = &told[seq][layer];
+    const model_sequence *s = &told[seq][layer];
     const int kv_heads = cfg.n_kv_heads, dim = cfg.head_dim, v_dim = cfg.v_head_dim ? cfg.v_head_dim : dim;
     const int window = window_of(layer) ? WINDOW : LONGEST;
     int r, h, i, c;
@@ -580,9 +581,9 @@ static void attend_in_double(int seq, int layer, int n, const float *q, const fl
 static tkv_status does_attend(int seq, int layer) {
     static float q[QUERIES * HEADS * MOST_ROW], out[QUERIES * HEADS * MOST_ROW];
     static double mine[CHECKED * HEADS * MOST_ROW], exact[CHECKED * HEADS * MOST_ROW];
-    const tale *s = &told[seq][layer];
+    const model_sequence *s = &told[seq][layer];
     const int v_dim = cfg.v_head_dim ? cfg.v_head_dim : cfg.head_dim,
-              n = least(s->len, 1 + lot(lot(2) ? QUERIES : CHECKED)), rows = least(n, CHECKED),
+              n = least(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)), rows = least(n, CHECKED),
               skip = (n - rows) * HEADS;
     const int window = window_of(layer) ? WINDOW : LONGEST;
     const int count = rows * HEADS * v_dim, fails = store.fetch_fails, lies = store.fetch_lies,
@@ -645,20 +646,20 @@ static tkv_status does_evict(int seq, int layer) {
     memset(&p, 0, sizeof p);
     memset(&other, 0, sizeof other);
     p.seq = seq;
-    p.layer = lot(3) ? layer : TKV_NONE;
-    p.keep = 1 + lot(longest(seq) + 1);
-    other.kind = (tkv_evict_kind)(1 + lot(TKV_EVICT_KINDS - 1));
+    p.layer = rand_below(3) ? layer : TKV_NONE;
+    p.keep = 1 + rand_below(longest(seq) + 1);
+    other.kind = (tkv_evict_kind)(1 + rand_below(TKV_EVICT_KINDS - 1));
     other.scorer = scorer;
-    if (lot(2)) p.evict = &other;
+    if (rand_below(2)) p.evict = &other;
     for (i = 0; i < WORDS; i++) pinned[i] = tkv_rng_u64(&rng) & tkv_rng_u64(&rng) & tkv_rng_u64(&rng);
-    if (lot(3) == 0) p.pinned = pinned;
-    if (lot(3) == 0) p.scores = scores;
-    if (lot(3) == 0) p.priority = priority;
+    if (rand_below(3) == 0) p.pinned = pinned;
+    if (rand_below(3) == 0) p.scores = scores;
+    if (rand_below(3) == 0) p.priority = priority;
     for (i = 0; i < LONGEST; i++)
-        scores[i] = (float)tkv_rng_uniform(&rng), priority[i] = (signed char)(lot(9) / 8);
-    if (p.scores && longest(seq) && lot(6) == 0) {
+        scores[i] = (float)tkv_rng_uniform(&rng), priority[i] = (signed char)(rand_below(9) / 8);
+    if (p.scores && longest(seq) && rand_below(6) == 0) {
         mad = 1;
-        scores[lot(longest(seq))] = tkv_test_float(0x7fc00000u);
+        scores[rand_below(longest(seq))] = tkv_test_float(0x7fc00000u);
     }
     memset(held, 0, sizeof held);
     for (l = 0; l < LAYERS; l++)
@@ -682,12 +683,12 @@ static tkv_status does_evict(int seq, int layer) {
 
 static tkv_status does_drop(int seq, int layer) {
     uint64_t victims[WORDS];
-    const int percent = lot(100), n = lot(longest(seq) + 1), all = lot(3) == 0;
+    const int percent = rand_below(100), n = rand_below(longest(seq) + 1), all = rand_below(3) == 0;
     tkv_status st;
     int i, l;
     memset(victims, 0, sizeof victims);
     for (i = 0; i < n; i++)
-        if (lot(100) < percent) mark(victims, i);
+        if (rand_below(100) < percent) mark(victims, i);
     may.evict[seq] = 1;
     sprintf(may.text, "drop %d %% of %d from sequence %d, layer %d", percent, n, seq, all ? TKV_NONE : layer);
     st = tkv_drop(kv, seq, all ? TKV_NONE : layer, victims, n);
@@ -700,7 +701,7 @@ static tkv_status does_drop(int seq, int layer) {
 }
 
 static tkv_status does_pin(int seq, int layer) {
-    const int start = lot(LONGEST), n = lot(40), pinned = lot(3) != 0;
+    const int start = rand_below(LONGEST), n = rand_below(40), pinned = rand_below(3) != 0;
     const tkv_status st = tkv_pin(kv, seq, start, n, pinned);
     int i;
     sprintf(may.text, "%s %d from %d on in sequence %d", pinned ? "pin" : "unpin", n, start, seq);
@@ -717,12 +718,12 @@ static tkv_status does_importance(int seq, int layer) {
     static float mass[LONGEST], found[LONGEST];
     static tkv_ranked best[20];
     uint64_t gone[WORDS];
-    const int len = told[seq][layer].len, start = lot(len + 1), n = lot(len - start + 1),
-              bad = n && lot(8) == 0;
+    const int len = told[seq][layer].len, start = rand_below(len + 1), n = rand_below(len - start + 1),
+              bad = n && rand_below(8) == 0;
     int i, count = -1;
     tkv_status st;
     for (i = 0; i < n; i++) mass[i] = (float)tkv_rng_uniform(&rng);
-    if (bad) mass[lot(n)] = -1.0f;
+    if (bad) mass[rand_below(n)] = -1.0f;
     sprintf(may.text, "importance of %d from %d on in sequence %d, layer %d", n, start, seq, layer);
     st = tkv_importance_add_to(kv, seq, layer, start, n, mass);
     if (bad) CHECK(st == TKV_ERR_NONFINITE || st == TKV_ERR_CONFIG);
@@ -732,7 +733,7 @@ static tkv_status does_importance(int seq, int layer) {
             CHECK_EQ(has(gone, i), state == GONE || state == BEHIND);
             CHECK(tkv_test_is_finite((double)found[i]) && (!has(gone, i) || found[i] >= 0.0f));
         }
-    if (tkv_top_tokens(kv, seq, layer, COUNT(best), lot(2), best, &count) == TKV_OK) {
+    if (tkv_top_tokens(kv, seq, layer, COUNT(best), rand_below(2), best, &count) == TKV_OK) {
         CHECK(count >= 0 && count <= COUNT(best));
         for (i = 0; i < count; i++) {
             const int state = now.state[seq][layer][best[i].position];
@@ -745,7 +746,7 @@ static tkv_status does_importance(int seq, int layer) {
 
 /* >>outside RAM, and back */
 static tkv_status does_spill(int seq, int layer) {
-    const int n = lot(6), all = lot(2);
+    const int n = rand_below(6), all = rand_below(2);
     int done = -1;
     const tkv_status st = tkv_spill(kv, seq, all ? TKV_ALL : layer, n, &done);
     sprintf(may.text, "spill %d blocks of sequence %d, layer %d", n, seq, all ? TKV_ALL : layer);
@@ -756,12 +757,13 @@ static tkv_status does_spill(int seq, int layer) {
 
 static tkv_status does_promote(int seq, int layer) {
     const int len = told[seq][layer].len;
-    int at = lot(len + 2), state, tries;
+    int at = rand_below(len + 2), state, tries;
     tkv_status st;
     for (tries = 0; len && tries < 4 && (at >= len || now.state[seq][layer][at] == GONE); tries++)
-        at = lot(len);
+        at = rand_below(len);
     state = at < len ? now.state[seq][layer][at] : (int)GONE;
-    if (cfg.spill.store && lot(2)) (void)tkv_spill(kv, seq, layer, lot(4), NULL); /* nobody sees that */
+    if (cfg.spill.store && rand_below(2))
+        (void)tkv_spill(kv, seq, layer, rand_below(4), NULL); /* nobody sees that */
     may.back[seq] = 1;
     sprintf(may.text, "promote %d of sequence %d, layer %d", at, seq, layer);
     st = tkv_promote(kv, seq, layer, at);
@@ -771,7 +773,7 @@ static tkv_status does_promote(int seq, int layer) {
 
 /* >>dropped to be recomputed */
 static tkv_status does_vacate(int seq, int layer) {
-    const int n = lot(400);
+    const int n = rand_below(400);
     int dropped = -1;
     tkv_status st;
     (void)layer;
@@ -785,21 +787,21 @@ static tkv_status does_vacate(int seq, int layer) {
 }
 
 static tkv_status give(int seq, int layer, int start, int n) {
-    const tale *s = &told[seq][layer];
+    const model_sequence *s = &told[seq][layer];
     return tkv_remat_give(kv, seq, layer, start, s->k + start * k_row, s->v + start * v_row, n);
 }
 
 static tkv_status does_give(int seq, int layer) {
-    tale *s = &told[seq][layer];
+    model_sequence *s = &told[seq][layer];
     int start = 0, n = 0, bad;
     float keep = 0.0f;
     tkv_status st;
     CHECK_EQ(tkv_remat_missing(kv, seq, &start, &n), TKV_OK);
     CHECK_EQ(n > 0, is_missing(seq) > 0);
-    if (lot(4) == 0) start = most(0, start + (lot(3) - 1) * BLOCK);
-    if (lot(2)) n = least(n, BLOCK * (1 + lot(3)));
+    if (rand_below(4) == 0) start = most(0, start + (rand_below(3) - 1) * BLOCK);
+    if (rand_below(2)) n = least(n, BLOCK * (1 + rand_below(3)));
     if (start + n > s->len) return TKV_OK;
-    bad = n && lot(12) == 0;
+    bad = n && rand_below(12) == 0;
     if (bad) keep = s->v[start * v_row], s->v[start * v_row] = tkv_test_float(0x7f800000u);
     makes_room(seq);
     may.back[seq] = 1;
@@ -835,7 +837,7 @@ static tkv_status does_recompute(int seq, int layer) {
     may.back[seq] = 1;
     may.loosely = 2; /* what was given stays */
     asked = 0;
-    stops = lot(3) ? 0 : 1 + lot(4);
+    stops = rand_below(3) ? 0 : 1 + rand_below(4);
     sprintf(may.text, "recompute sequence %d%s", seq, stops ? ", and stop" : "");
     st = tkv_recompute(kv, seq, &remat, ++clock_of_remat, compute, &asked, &missing);
     if (st == TKV_ERR_ISA) CHECK(asked > 0);
@@ -846,7 +848,7 @@ static tkv_status does_recompute(int seq, int layer) {
 static tkv_status does_free(int seq, int layer) {
     static tkv_remat_block blocks[PIECES];
     static tkv_remat_action actions[PIECES];
-    const size_t need = (size_t)lot(60000);
+    const size_t need = (size_t)rand_below(60000);
     size_t freed = 0;
     int n = -1;
     (void)layer;
@@ -854,7 +856,8 @@ static tkv_status does_free(int seq, int layer) {
     CHECK(n >= 0 && n <= PIECES);
     may.away[seq] = 1;
     sprintf(may.text, "free %lu bytes of sequence %d", (unsigned long)need, seq);
-    return tkv_remat_free(kv, seq, &remat, (float)lot(101) * 0.01f, need, blocks, actions, PIECES, &freed);
+    return tkv_remat_free(kv, seq, &remat, (float)rand_below(101) * 0.01f, need, blocks, actions, PIECES,
+                          &freed);
 }
 
 /* >>what cannot be */
@@ -863,7 +866,7 @@ static tkv_status does_nonsense(int seq, int layer) {
     uint8_t junk[64];
     tkv_evict_params p;
     tkv_status st = TKV_OK;
-    const int what = lot(14);
+    const int what = rand_below(14);
     int n;
     memset(&p, 0, sizeof p);
     memset(junk, 0x5a, sizeof junk);
@@ -929,23 +932,23 @@ static char last_calls[8][200];
 
 /* One call, and all that must hold after it. */
 static void step(int number) {
-    const int seq = lot(SEQS), layer = lot(LAYERS), fails = lot(5) == 0;
+    const int seq = rand_below(SEQS), layer = rand_below(LAYERS), fails = rand_below(5) == 0;
     const int has_it = (cfg.evict.kind ? EVICTION : 0) | (cfg.spill.store ? STORE : 0);
     int which, at = 0, failed, known;
     unsigned bit;
     tkv_status st;
     for (which = 0; which < COUNT(calls); which++) at += calls[which].weight;
     do {
-        int point = lot(at);
+        int point = rand_below(at);
         for (which = 0; point >= calls[which].weight; which++) point -= calls[which].weight;
-    } while (calls[which].needs & ~has_it && lot(8));
+    } while (calls[which].needs & ~has_it && rand_below(8));
     memset(&may, 0, sizeof may);
     may.tells = 1;
     sprintf(may.text, "%s of sequence %d", calls[which].name, seq);
-    if (fails && !in_place && lot(2)) memory.closed = 1 + lot(4);
-    if (fails && cfg.spill.store && lot(2)) store.store_fails = 1 + lot(5);
-    if (fails && cfg.spill.store && lot(2)) store.fetch_fails = 1 + lot(8);
-    if (fails && cfg.spill.store && lot(3) == 0) store.fetch_lies = 1 + lot(8);
+    if (fails && !in_place && rand_below(2)) memory.closed = 1 + rand_below(4);
+    if (fails && cfg.spill.store && rand_below(2)) store.store_fails = 1 + rand_below(5);
+    if (fails && cfg.spill.store && rand_below(2)) store.fetch_fails = 1 + rand_below(8);
+    if (fails && cfg.spill.store && rand_below(3) == 0) store.fetch_lies = 1 + rand_below(8);
     memory.refused = store.failed = 0;
     memory.most = memory.held;
     st = calls[which].does(seq, layer);
@@ -1001,7 +1004,7 @@ static const struct {
 static void plan_of(uint64_t seed) {
     static const int kv_heads[] = {2, 1, 4, 2}, dims[] = {32, 64, 16, 48}, v_dims[] = {0, 32, 0, 16};
     static tkv_layer_config layers[LAYERS];
-    const int shape = lot(4);
+    const int shape = rand_below(4);
     cfg = shape_of(LAYERS, HEADS, kv_heads[shape], dims[shape], SEQS, CHUNK);
     cfg.v_head_dim = v_dims[shape];
     k_row = kv_heads[shape] * dims[shape];
@@ -1011,48 +1014,48 @@ static void plan_of(uint64_t seed) {
     mean_bound = formats[plan].mean;
     cfg.warm = formats[plan].warm;
     cfg.archive = formats[plan].archive;
-    if (formats[plan].warm.k == TKV_KVQUANT4 && lot(2)) cfg.rope.dim = dims[shape];
+    if (formats[plan].warm.k == TKV_KVQUANT4 && rand_below(2)) cfg.rope.dim = dims[shape];
     else cfg.kvquant = TKV_KVQUANT_POST_ROPE;
-    cfg.hot_tokens = lot(3) ? 0 : 1 + lot(200);
-    cfg.warm_tokens = 1 + lot(200);
-    if (lot(4) == 0) cfg.sink_tokens = lot(2) ? TKV_NONE : 1 + lot(12);
-    cfg.precise = lot(3) == 0;
-    cfg.quality_heads = lot(4) == 0 ? 2 : 0;
+    cfg.hot_tokens = rand_below(3) ? 0 : 1 + rand_below(200);
+    cfg.warm_tokens = 1 + rand_below(200);
+    if (rand_below(4) == 0) cfg.sink_tokens = rand_below(2) ? TKV_NONE : 1 + rand_below(12);
+    cfg.precise = rand_below(3) == 0;
+    cfg.quality_heads = rand_below(4) == 0 ? 2 : 0;
     cfg.on_event = sees;
-    if (lot(3)) cfg.budget_bytes = 150000 + (size_t)lot(500000);
-    exact_only = cfg.budget_bytes ? lot(4) == 0 : token_bound <= 0.0;
+    if (rand_below(3)) cfg.budget_bytes = 150000 + (size_t)rand_below(500000);
+    exact_only = cfg.budget_bytes ? rand_below(4) == 0 : token_bound <= 0.0;
     if (exact_only)
         cfg.policy.max_level = TKV_NONE; /* nothing is coded, under a budget: then the other resorts */
     if (cfg.budget_bytes && formats[PLANS].token > token_bound) token_bound = formats[PLANS].token;
     if (cfg.budget_bytes && formats[PLANS].mean > mean_bound) mean_bound = formats[PLANS].mean;
-    if (lot(3)) cfg.evict.kind = (tkv_evict_kind)(1 + seed / PLANS % (TKV_EVICT_KINDS - 1));
+    if (rand_below(3)) cfg.evict.kind = (tkv_evict_kind)(1 + seed / PLANS % (TKV_EVICT_KINDS - 1));
     cfg.evict.scorer = scorer;
-    if (cfg.evict.kind && lot(3) == 0) cfg.evict_tokens = 70 + lot(300);
-    if (cfg.evict.kind && lot(3) == 0) cfg.evict.batch = 1 + lot(100);
-    if (lot(2)) cfg.importance_every = 1 + lot(4);
-    cfg.importance.strategy = (tkv_importance_strategy)lot(TKV_IMPORTANCE_STRATEGIES);
-    if (lot(4) == 0 && cfg.sink_tokens != TKV_NONE) cfg.n_anchors = 1 + lot(16);
+    if (cfg.evict.kind && rand_below(3) == 0) cfg.evict_tokens = 70 + rand_below(300);
+    if (cfg.evict.kind && rand_below(3) == 0) cfg.evict.batch = 1 + rand_below(100);
+    if (rand_below(2)) cfg.importance_every = 1 + rand_below(4);
+    cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_STRATEGIES);
+    if (rand_below(4) == 0 && cfg.sink_tokens != TKV_NONE) cfg.n_anchors = 1 + rand_below(16);
     memset(layers, 0, sizeof layers);
-    if (!cfg.n_anchors && lot(4) == 0) {
-        if (lot(2)) cfg.window = WINDOW;
+    if (!cfg.n_anchors && rand_below(4) == 0) {
+        if (rand_below(2)) cfg.window = WINDOW;
         else layers[1].window = WINDOW;
     }
-    if (!exact_only && lot(4) == 0) {
-        layers[0].hot_tokens = lot(2) ? TKV_ALL : 30;
+    if (!exact_only && rand_below(4) == 0) {
+        layers[0].hot_tokens = rand_below(2) ? TKV_ALL : 30;
         layers[1].archive = formats[2].archive;
         token_bound = formats[PLANS].token;
         mean_bound = formats[PLANS].mean;
     }
     cfg.layers = layers;
-    if (lot(4) == 0) cfg.parallel_for = backwards;
-    cfg.remat = lot(2);
-    if (lot(2)) {
-        depot_for(&store, &cfg);
-        cfg.spill.keep_exact = lot(2);
+    if (rand_below(4) == 0) cfg.parallel_for = backwards;
+    cfg.remat = rand_below(2);
+    if (rand_below(2)) {
+        test_store_for(&store, &cfg);
+        cfg.spill.keep_exact = rand_below(2);
     }
-    in_place = lot(4) == 0;
+    in_place = rand_below(4) == 0;
     if (in_place) cfg.max_tokens = LONGEST;
-    else cfg.allocator = purse_of(&memory);
+    else cfg.allocator = counting_allocator_of(&memory);
 }
 
 static void begin(void) {
@@ -1068,7 +1071,7 @@ static void begin(void) {
         if (st != TKV_ERR_BUDGET) break;
     }
     top = cfg.budget_bytes ? cfg.budget_bytes : 500000;
-    if (in_place) kv = make_in(&cfg, &ground, (size_t)lot(64));
+    if (in_place) kv = make_in(&cfg, &arena, (size_t)rand_below(64));
     if (!kv) {
         printf("no cache: %d\n", (int)st);
         exit(2);
@@ -1091,7 +1094,7 @@ static void run(int seed, int ops) {
     int i, s;
     memset(&cfg, 0, sizeof cfg);
     memset(&memory, 0, sizeof memory);
-    memset(&ground, 0, sizeof ground);
+    memset(&arena, 0, sizeof arena);
     memset(&store, 0, sizeof store);
     memset(&may, 0, sizeof may);
     memset(last_calls, 0, sizeof last_calls);
@@ -1102,7 +1105,7 @@ static void run(int seed, int ops) {
     look();
     for (i = 0; i < ops && !tkv_test_.bad; i++) {
         step(i);
-        if (in_place && i % 50 == 0) borders(&ground);
+        if (in_place && i % 50 == 0) borders(&arena);
     }
     if (tkv_test_.bad) {
         printf("    TKV_RANDOM_SEED=%d TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=%d; calls:", seed, i);
@@ -1112,10 +1115,10 @@ static void run(int seed, int ops) {
         printf("\n");
     }
     tkv_destroy(kv);
-    if (in_place) borders(&ground);
+    if (in_place) borders(&arena);
     else CHECK_EQ(memory.held, 0);
-    free(ground.raw);
-    if (cfg.spill.store) depot_end(&store);
+    free(arena.raw);
+    if (cfg.spill.store) test_store_end(&store);
 }
 
 TEST(everything) {

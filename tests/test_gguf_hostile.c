@@ -4,7 +4,7 @@
  * or in a model that runs; the sanitizers see the rest. Also what the reader does right: every tensor type,
  * both pairings of RoPE, both tokenizers.
  *
- * cc -O2 tests/test_gguf_hostile.c tests/compile/impl.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter | --list]
+ * cc -O2 tests/test_gguf_hostile.c examples/tieredkv.c -o test_gguf_hostile -lm && ./test_gguf_hostile [filter | --list]
  */
 #include "../tieredkv.h"
 

@@ -598,14 +598,14 @@ TEST(reservations_over_the_table) {
         for (i = 0; i < COUNT(chunks); i++)
             for (n = 40; n <= 512; n += n < 120 ? 88 : 192) {
                 tkv_config cfg = config(1, 2);
-                purse p;
+                counting_allocator p;
                 tkv_cache *kv;
                 tkv_memory_info m;
                 int left;
                 if (tkv_test_quick() && (had / 50 + i + n) % 3) continue;
                 if (n <= 128)
                     cfg.max_append = 128; /* no room for a large chunk that those who wait could use */
-                cfg.allocator = purse_of(&p);
+                cfg.allocator = counting_allocator_of(&p);
                 kv = make(&cfg);
                 CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
                 for (left = had; left > 0; left -= 100)
@@ -630,9 +630,9 @@ TEST(reservations_over_the_table) {
 /* The second table waits for memory: no call fails for want of it. */
 TEST(no_memory_for_the_second_table) {
     tkv_config cfg = config(1, 1);
-    purse p;
+    counting_allocator p;
     tkv_cache *kv;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     feed_all(kv, 0, WELL, 64);
     CHECK_EQ(tkv_reserve(kv, 0, 1), TKV_OK);
@@ -655,11 +655,11 @@ TEST(a_failure_makes_no_table) {
         for (n = 0; n < 2; n++)      /* before the first and the second table */
             for (left = 0; left < 8; left++) {
                 tkv_config cfg = config(2, 1);
-                purse p;
+                counting_allocator p;
                 tkv_cache *kv;
                 tkv_status st;
                 int l;
-                cfg.allocator = purse_of(&p);
+                cfg.allocator = counting_allocator_of(&p);
                 kv = make(&cfg);
                 feed_all(kv, 0, n ? WELL : LEARN, 512);
                 p.closed = left + 1; /* the next `left` are granted */
@@ -701,9 +701,9 @@ TEST(tables_in_place) {
 /* A table's moment without memory: the call fails, what can be read stays. */
 TEST(no_memory_for_the_recoding) {
     tkv_config cfg = config(1, 1);
-    purse p;
+    counting_allocator p;
     tkv_cache *kv;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);

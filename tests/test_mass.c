@@ -50,12 +50,6 @@ static void feed(tkv_cache *kv, int layer, int n) {
     CHECK_EQ(tkv_append(kv, 0, layer, k_in, v_in, n), TKV_OK);
 }
 
-static void whole(const tkv_cache *kv) {
-    char reason[160];
-    const tkv_status st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_OK, "%s", reason);
-}
-
 static tkv_attend_params ask_of(int n) {
     tkv_attend_params p;
     memset(&p, 0, sizeof p);
@@ -203,7 +197,7 @@ static void follow(const tkv_config *cfg, const tkv_attend_params *question, con
         if (i % 3 == 2) compare(kv, what, 0);
     }
     compare(kv, what, 1);
-    whole(kv);
+    sound(kv);
     tkv_destroy(kv);
 }
 
@@ -556,7 +550,7 @@ TEST(coded_tiers) {
         }
         CHECK_LE(worst, 1e-5 * 148);
         CHECK_NEAR(all, 148.0 * HEADS, .1);
-        whole(kv);
+        sound(kv);
         tkv_destroy(kv);
     }
 }
@@ -756,7 +750,7 @@ TEST(cuts) {
     CHECK_NEAR(a_now[100], 0.0, 0.0);
     CHECK_NEAR(a_now[129], 0.0, 0.0);
     CHECK(a_now[90] > 0.0f); /* what was there before the step keeps what it got in it */
-    whole(kv);
+    sound(kv);
     tkv_destroy(kv);
 }
 
@@ -932,7 +926,7 @@ TEST(after_eviction) {
         CHECK_EQ(n, 431);
         CHECK_LE(worst, 2e-5 * HEADS);
         if (kinds[i] != TKV_EVICT_SCISSORHANDS) CHECK_NEAR(all, HEADS, 1e-2);
-        whole(kv);
+        sound(kv);
         tkv_destroy(kv);
     }
 }
@@ -979,7 +973,7 @@ TEST(mass_from_elsewhere) {
     CHECK_EQ(tkv_importance_add_to(kv, 0, LAYER, 0, 0, NULL), TKV_OK);
     gathered(kv, LAYER, a_now);
     CHECK_MEM(a_now, b_now, sizeof a_now);
-    whole(kv);
+    sound(kv);
     tkv_destroy(kv);
     cfg.importance_every = 0;
     kv = make(&cfg);
@@ -1044,10 +1038,10 @@ TEST(memory) {
     tkv_cache *kv;
     size_t bytes = 0;
     void *mem;
-    purse money;
+    counting_allocator money;
     int i, asked, layer;
     cfg.max_tokens = 1000;
-    cfg.allocator = purse_of(&money);
+    cfg.allocator = counting_allocator_of(&money);
     kv = make(&cfg);
     for (i = 0; i < 1000; i++)
         for (layer = 0; layer < LAYERS; layer++) feed(kv, layer, 1);
@@ -1063,7 +1057,7 @@ TEST(memory) {
     cfg.importance_every = 0;
     CHECK_EQ(tkv_estimate(&cfg, 1000, 1, &plain), TKV_OK);
     CHECK_LE(plain.index + kv->pool.n_blocks * sizeof(tkvi_token_meta), guess.index);
-    whole(kv);
+    sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(money.held, 0);
     cfg = config(2, 1);
@@ -1080,7 +1074,7 @@ TEST(memory) {
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_NEAR(a_now[0], HEADS, 1e-2);
 #endif
-    whole(kv);
+    sound(kv);
     tkv_destroy(kv);
     free(mem);
 }

@@ -174,12 +174,12 @@ static tkv_status feed_all(tkv_cache *kv, int seq, int text, int n, int chunk) {
 }
 
 /* >>what can be seen of a cache, as bytes */
-typedef struct picture {
+typedef struct snapshot {
     unsigned char *bytes;
     size_t n, room;
-} picture;
+} snapshot;
 
-static void picture_add(picture *p, const void *data, size_t n) {
+static void snapshot_add(snapshot *p, const void *data, size_t n) {
     if (p->n + n > p->room) {
         p->room = 2 * (p->n + n) + 1024;
         p->bytes = (unsigned char *)realloc(p->bytes, p->room);
@@ -189,8 +189,8 @@ static void picture_add(picture *p, const void *data, size_t n) {
     p->n += n;
 }
 
-static picture picture_of(tkv_cache *kv) {
-    picture p;
+static snapshot snapshot_of(tkv_cache *kv) {
+    snapshot p;
     int seq, layer;
     memset(&p, 0, sizeof p);
     for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++)
@@ -199,20 +199,20 @@ static picture picture_of(tkv_cache *kv) {
             int len = tkv_layer_len(kv, seq, layer);
             if (!own(kv, layer)) continue;
             CHECK_EQ(tkv_tier_counts(kv, seq, layer, &info), TKV_OK);
-            picture_add(&p, &len, sizeof len);
-            picture_add(&p, &info, sizeof info);
+            snapshot_add(&p, &len, sizeof len);
+            snapshot_add(&p, &info, sizeof info);
             CHECK_EQ(tkv_read(kv, seq, layer, info.dropped, len - info.dropped, k_out, v_out), TKV_OK);
-            picture_add(&p, k_out, (size_t)((len - info.dropped) * k_row(kv)) * sizeof(float));
-            picture_add(&p, v_out, (size_t)((len - info.dropped) * v_row(kv)) * sizeof(float));
+            snapshot_add(&p, k_out, (size_t)((len - info.dropped) * k_row(kv)) * sizeof(float));
+            snapshot_add(&p, v_out, (size_t)((len - info.dropped) * v_row(kv)) * sizeof(float));
         }
     return p;
 }
 
-static int same_picture(const picture *a, const picture *b) {
+static int same_picture(const snapshot *a, const snapshot *b) {
     return a->n == b->n && (a->n == 0 || memcmp(a->bytes, b->bytes, a->n) == 0);
 }
 
-static void picture_free(picture *p) {
+static void snapshot_free(snapshot *p) {
     free(p->bytes);
     memset(p, 0, sizeof *p);
 }
@@ -379,7 +379,7 @@ TEST(poison_does_not_show) {
             kv[i] = make(&cfg);
         }
         for (step = 0; step < STEPS; step++) {
-            picture first, other;
+            snapshot first, other;
             for (i = 0; i < COUNT(poisons); i++) CHECK_EQ(step_of(kv[i], step), TKV_OK);
             for (seq = 0; seq < SEQS && (!tkv_test_quick() || step % 6 == 5); seq++)
                 for (layer = 0; layer < LAYERS; layer++) {
@@ -391,13 +391,13 @@ TEST(poison_does_not_show) {
                     }
                 }
             if (step % 10 && step != STEPS - 1) continue;
-            first = picture_of(kv[0]);
+            first = snapshot_of(kv[0]);
             for (i = 1; i < COUNT(poisons); i++) {
-                other = picture_of(kv[i]);
+                other = snapshot_of(kv[i]);
                 CHECK_MSG(same_picture(&first, &other), "kind %d step %d poison %d", kind, step, poisons[i]);
-                picture_free(&other);
+                snapshot_free(&other);
             }
-            picture_free(&first);
+            snapshot_free(&first);
         }
         for (i = 0; i < COUNT(poisons); i++) {
             tkv_destroy(kv[i]);
@@ -415,7 +415,7 @@ static void fail_each(int kind, int more, int stride) {
     tkv_config cfg = history_config(kind, layers);
     tkv_cache *kv = NULL;
     long before[STEPS + 1], total, n;
-    picture ends;
+    snapshot ends;
     int step;
     cfg.allocator = open_book(0xab);
     kv = make(&cfg);
@@ -425,7 +425,7 @@ static void fail_each(int kind, int more, int stride) {
     }
     before[STEPS] = total = book.count;
     CHECK(total > 40);
-    ends = picture_of(kv);
+    ends = snapshot_of(kv);
     tkv_destroy(kv);
     close_book();
     for (n = 1; n <= total; n += n < 12 ? 1 : stride) {
@@ -445,11 +445,11 @@ static void fail_each(int kind, int more, int stride) {
         CHECK_EQ(st, TKV_OK);
         if (st) return;
         for (step = 0; step < STEPS; step++) {
-            picture was, is;
+            snapshot was, is;
             size_t held = book.held;
             int here = !met && n <= before[step + 1]; /* histories are the same up to here */
             memset(&was, 0, sizeof was);
-            if (here) was = picture_of(kv);
+            if (here) was = snapshot_of(kv);
             st = step_of(kv, step);
             if (!here) {
                 CHECK_EQ(st, TKV_OK);
@@ -459,17 +459,17 @@ static void fail_each(int kind, int more, int stride) {
             if (st == TKV_OK) { /* a second table waits for memory instead; the history is another one then */
                 CHECK_EQ(book.refused, kv->tables.version_bytes);
                 book.fail_from = 0;
-                picture_free(&was);
+                snapshot_free(&was);
                 met = 2;
                 continue;
             }
             CHECK_MSG(st == TKV_ERR_NOMEM, "allocation %ld, step %d: %s", n, step, tkv_status_text(st));
             CHECK(tkv_last_error(kv)[0] != 0);
-            is = picture_of(kv);
+            is = snapshot_of(kv);
             CHECK_MSG(same_picture(&was, &is), "allocation %ld failed and step %d changed something", n,
                       step);
-            picture_free(&was);
-            picture_free(&is);
+            snapshot_free(&was);
+            snapshot_free(&is);
             whole(kv, "after a failure in step", step);
             adds_up(kv, "after a failure");
             guards();
@@ -481,14 +481,14 @@ static void fail_each(int kind, int more, int stride) {
         }
         CHECK(met);
         if (met == 1) {
-            picture is = picture_of(kv);
+            snapshot is = snapshot_of(kv);
             CHECK_MSG(same_picture(&ends, &is), "allocation %ld", n);
-            picture_free(&is);
+            snapshot_free(&is);
         }
         tkv_destroy(kv);
         close_book();
     }
-    picture_free(&ends);
+    snapshot_free(&ends);
 }
 
 TEST(each_allocation_fails_once) {
@@ -736,14 +736,14 @@ TEST(in_place_holds_everything) {
             tkv_config cfg = config_of(&shapes[i]), heap = cfg;
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0, offset = (size_t)((i * 5 + c * 17) % 64);
-            site p;
+            guarded_buffer p;
             tkv_cache *kv = NULL, *other;
-            picture a, b;
+            snapshot a, b;
             tkv_memory_info m;
             heap.allocator = open_book(0xab);
             cfg.allocator = heap.allocator; /* not used */
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = site_of(bytes, offset, 0xff);
+            p = guarded_buffer_of(bytes, offset, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
             CHECK(kv == NULL);
             CHECK_EQ(tkv_init_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
@@ -773,13 +773,13 @@ TEST(in_place_holds_everything) {
                     whole(kv, "in place", i);
                 }
                 borders(&p);
-                a = picture_of(kv);
-                b = picture_of(other);
+                a = snapshot_of(kv);
+                b = snapshot_of(other);
                 /* in the second round one of them has a table from its flush */
                 CHECK_MSG(same_picture(&a, &b) || (round && shapes[i].shared), "shape %d chunk %d", i,
                           chunks[c]);
-                picture_free(&a);
-                picture_free(&b);
+                snapshot_free(&a);
+                snapshot_free(&b);
                 CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
                 CHECK_LE(m.total, bytes);
                 CHECK_EQ(m.total, m.peak);
@@ -816,10 +816,10 @@ TEST(in_place_steps_and_reservations) {
             tkv_config cfg = config_of(&shapes[i]);
             int most = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0;
-            site p;
+            guarded_buffer p;
             tkv_cache *kv = NULL;
             CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
-            p = site_of(bytes, 1, 0xff);
+            p = guarded_buffer_of(bytes, 1, 0xff);
             CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             if (!kv) return;
             for (seq = 0; seq < cfg.max_seqs; seq++)
@@ -845,30 +845,30 @@ TEST(in_place_steps_and_reservations) {
 TEST(in_place_at_any_address) {
     tkv_config cfg = config(2, 1);
     size_t bytes = 0, offset;
-    picture first;
+    snapshot first;
     memset(&first, 0, sizeof first);
     cfg.max_tokens = 600;
     cfg.max_append = 100;
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
     for (offset = 0; offset < 64; offset++) {
-        site p = site_of(bytes, offset, offset % 2 ? 0xff : 0xab);
+        guarded_buffer p = guarded_buffer_of(bytes, offset, offset % 2 ? 0xff : 0xab);
         tkv_cache *kv = NULL;
         CHECK_EQ(tkv_init_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
         if (!kv) return;
         CHECK_EQ(feed_all(kv, 0, 0, 600, 75), TKV_OK);
         if (offset == 0) {
-            first = picture_of(kv);
+            first = snapshot_of(kv);
         } else {
-            picture is = picture_of(kv);
+            snapshot is = snapshot_of(kv);
             CHECK_MSG(same_picture(&first, &is), "offset %d", (int)offset);
-            picture_free(&is);
+            snapshot_free(&is);
         }
         whole(kv, "offset", (long)offset);
         borders(&p);
         tkv_destroy(kv);
         free(p.raw);
     }
-    picture_free(&first);
+    snapshot_free(&first);
     cfg.max_tokens = 0;
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_ERR_CONFIG);
     CHECK_EQ(tkv_required_bytes(NULL, &bytes), TKV_ERR_ARG);

@@ -20,13 +20,13 @@ static tkv_rng rng;
 static float k_of[LAYERS][LONGEST * ROW], v_of[LAYERS][LONGEST * ROW]; /* what the model would compute */
 static float k_in[LONGEST * ROW], v_in[LONGEST * ROW], was[LONGEST * ROW];
 
-static tkv_config config(depot *d, int keep_exact) {
+static tkv_config config(test_store *d, int keep_exact) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, 0, CHUNK);
     cfg.hot = pair_of(TKV_F32, TKV_F32);
     cfg.warm = cfg.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.importance_every = 1 << 20; /* what matters is what the test says */
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    depot_for(d, &cfg);
+    test_store_for(d, &cfg);
     cfg.spill.keep_exact = keep_exact;
     return cfg;
 }
@@ -71,15 +71,15 @@ static tkv_promotion none_yet(void) {
     return p;
 }
 
-static void end(tkv_cache *kv, depot *d) {
+static void end(tkv_cache *kv, test_store *d) {
     sound(kv);
     tkv_destroy(kv);
-    depot_end(d);
+    test_store_end(d);
 }
 
 /* >>from copies: the eight best at a step, never below the threshold */
 TEST(the_best_come_first) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 1);
     tkv_cache *kv = filled(&cfg, 24 * BLOCK);
     tkv_promotion p = none_yet();
@@ -120,7 +120,7 @@ TEST(the_best_come_first) {
 
 /* >>what has just moved stays where it is for a while */
 TEST(cooling_down) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 1);
     tkv_cache *kv = filled(&cfg, 10 * BLOCK);
     tkv_promotion p = none_yet();
@@ -154,7 +154,7 @@ TEST(cooling_down) {
 
 /* >>from outside, as they went; one that cannot be fetched stays there */
 TEST(from_outside) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 0);
     tkv_cache *kv = filled(&cfg, 16 * BLOCK);
     tkv_promotion p = none_yet();
@@ -226,7 +226,7 @@ static tkv_remat remat_of(double step_blocks) {
 }
 
 TEST(from_a_model) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 0);
     tkv_cache *kv;
     tkv_promotion p = none_yet();
@@ -275,14 +275,14 @@ TEST(from_a_model) {
 
 /* >>under a budget: no byte above it, and a promoted block that is compressed again waits */
 TEST(within_the_budget) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 1);
     tkv_cache *kv;
     tkv_promotion p = none_yet();
     tkv_memory_info info;
-    purse money;
+    counting_allocator money;
     int n, came = 0, refused = 0;
-    cfg.allocator = purse_of(&money);
+    cfg.allocator = counting_allocator_of(&money);
     cfg.budget_bytes = 400000;
     kv = make(&cfg);
     for (n = 0; n < 1200; n++) {
@@ -305,7 +305,7 @@ TEST(within_the_budget) {
 }
 
 TEST(wrong_arguments) {
-    depot d;
+    test_store d;
     tkv_config cfg = config(&d, 1);
     tkv_cache *kv = make(&cfg);
     tkv_promotion p = none_yet();

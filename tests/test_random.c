@@ -53,7 +53,7 @@ static int in_step[SEQS], group, max_append;
 static float k_in[3 * LONGEST * K_ROW], v_in[3 * LONGEST * V_ROW], k_out[LONGEST * K_ROW],
     v_out[LONGEST * V_ROW];
 static tkv_rng rng;
-static purse memory;
+static counting_allocator memory;
 static uint64_t seed;
 static int op_number;
 static const char *op_name;
@@ -693,7 +693,7 @@ static void play(int kind) {
     seed = (uint64_t)(unsigned)number_from("TKV_RANDOM_SEED", 1) +
            (s_env && *s_env ? 0u : (unsigned)kind * 1000u);
     rng = tkv_rng_seed(seed);
-    cfg.allocator = purse_of(&memory);
+    cfg.allocator = counting_allocator_of(&memory);
     model_of(&cfg, layers);
     op_number = 0;
     op_name = "create";

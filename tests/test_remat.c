@@ -242,12 +242,12 @@ TEST(wrong_gives_change_nothing) {
 TEST(allocations_that_fail) {
     tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
-    purse p;
+    counting_allocator p;
     int n, start, fails = 0, l = 0;
     cfg.warm = pair_of(TKV_A40, TKV_R40);
     cfg.archive = pair_of(TKV_A30, TKV_R30);
     with = cfg;
-    with.allocator = purse_of(&p);
+    with.allocator = counting_allocator_of(&p);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 10; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
@@ -446,9 +446,9 @@ TEST(outside_and_copies) {
     tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     int n, start, done;
-    depot d;
+    test_store d;
     with = cfg;
-    depot_for(&d, &with);
+    test_store_for(&d, &with);
     with.spill.keep_exact = 1;
     a = make(&cfg);
     b = make(&with);
@@ -482,7 +482,7 @@ TEST(outside_and_copies) {
     sound(b);
     tkv_destroy(a);
     tkv_destroy(b);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>a model that is asked */
@@ -646,7 +646,7 @@ TEST(idle_sequences_give_way) {
     tkv_cache *a, *b;
     tkv_remat r = remat_of(1000);
     model m;
-    purse p;
+    counting_allocator p;
     int n, seq, turn, left, start, gone = 0;
     memset(&m, 0, sizeof m);
     cfg.hot_tokens = TKV_ALL;
@@ -654,7 +654,7 @@ TEST(idle_sequences_give_way) {
     with.policy.max_level = TKV_NONE; /* exact for ever */
     with.budget_bytes = 700 * 1000;
     with.remat = 1;
-    with.allocator = purse_of(&p);
+    with.allocator = counting_allocator_of(&p);
     a = make(&cfg);
     b = make(&with);
     for (turn = 0; turn < 7; turn++)
@@ -699,11 +699,11 @@ TEST(tiers_come_first) {
     tkv_config cfg = small_config();
     tkv_budget_info info;
     tkv_cache *kv;
-    purse p;
+    counting_allocator p;
     int n, seq, before = 0, st = 0;
     cfg.budget_bytes = 500 * 1000;
     cfg.remat = 1;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (n = 0; n < 40 && !st; n++)
         for (seq = 0; seq < SEQS && !st; seq++) {
@@ -729,11 +729,11 @@ TEST(tiers_come_first) {
 TEST(no_room_to_come_back) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
-    purse p;
+    counting_allocator p;
     int n, start, had, st = TKV_OK;
     cfg.budget_bytes = 400 * 1000;
     cfg.policy.max_level = TKV_NONE;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     for (n = 0; n < 5; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(drop(kv, 0, 256), 256);

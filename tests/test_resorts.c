@@ -341,14 +341,14 @@ TEST(failures_cost_nothing) {
                 tkv_config cfg;
                 tkv_cache *kv;
                 bad_store b;
-                purse p;
+                counting_allocator p;
                 char reason[200];
                 int i, layer;
                 memset(&r, 0, sizeof r);
                 memset(&b, 0, sizeof b);
                 r.kind = kind ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
                 cfg = small_config(&r);
-                cfg.allocator = purse_of(&p);
+                cfg.allocator = counting_allocator_of(&p);
                 cfg.budget_bytes = (size_t)(100 * 1000 + step * 2331);
                 b.c = cellar_of(&cfg);
                 cfg.spill.store = spill ? bad_store_store : NULL;

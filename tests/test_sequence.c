@@ -110,74 +110,74 @@ static void reads_as(tkv_cache *kv, int seq, int layer, int id, int start, int n
 }
 
 /* >>pictures: everything that can be seen of sequences, as bytes */
-typedef struct picture {
+typedef struct snapshot {
     unsigned char *bytes;
     size_t n;
-} picture;
+} snapshot;
 
-static void picture_add(picture *p, const void *data, size_t n) {
+static void snapshot_add(snapshot *p, const void *data, size_t n) {
     p->bytes = (unsigned char *)realloc(p->bytes, p->n + n + 1);
     if (!p->bytes) exit(2);
     memcpy(p->bytes + p->n, data, n);
     p->n += n;
 }
 
-static void picture_seq(picture *p, tkv_cache *kv, int seq) {
+static void snapshot_seq(snapshot *p, tkv_cache *kv, int seq) {
     int layer, len = tkv_seq_len(kv, seq);
-    picture_add(p, &len, sizeof len);
+    snapshot_add(p, &len, sizeof len);
     for (layer = 0; layer < kv->tables.cfg.n_layers; layer++) {
         tkv_tier_info info;
         int from;
         if (tkv_tier_counts(kv, seq, layer, &info)) continue; /* no cache */
         len = tkv_layer_len(kv, seq, layer);
-        picture_add(p, &len, sizeof len);
-        picture_add(p, &info, sizeof info);
+        snapshot_add(p, &len, sizeof len);
+        snapshot_add(p, &info, sizeof info);
         for (from = info.dropped; from < len; from += MOST) {
             int n = len - from < MOST ? len - from : MOST;
             CHECK_EQ(tkv_read(kv, seq, layer, from, n, k_out, v_out), TKV_OK);
-            picture_add(p, k_out, (size_t)(n * K_ROW) * sizeof(float));
-            picture_add(p, v_out, (size_t)(n * V_ROW) * sizeof(float));
+            snapshot_add(p, k_out, (size_t)(n * K_ROW) * sizeof(float));
+            snapshot_add(p, v_out, (size_t)(n * V_ROW) * sizeof(float));
         }
     }
 }
 
-static picture picture_of(tkv_cache *kv) {
-    picture p;
+static snapshot snapshot_of(tkv_cache *kv) {
+    snapshot p;
     int seq;
     p.bytes = NULL;
     p.n = 0;
-    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) picture_seq(&p, kv, seq);
+    for (seq = 0; seq < kv->tables.cfg.max_seqs; seq++) snapshot_seq(&p, kv, seq);
     return p;
 }
 
-static picture picture_of_seq(tkv_cache *kv, int seq) {
-    picture p;
+static snapshot snapshot_of_seq(tkv_cache *kv, int seq) {
+    snapshot p;
     p.bytes = NULL;
     p.n = 0;
-    picture_seq(&p, kv, seq);
+    snapshot_seq(&p, kv, seq);
     return p;
 }
 
-static int same_picture(const picture *a, const picture *b) {
+static int same_picture(const snapshot *a, const snapshot *b) {
     return a->n == b->n && memcmp(a->bytes, b->bytes, a->n) == 0;
 }
 
-static void picture_free(picture *p) {
+static void snapshot_free(snapshot *p) {
     free(p->bytes);
     p->bytes = NULL;
 }
 
 /* Nothing changed since `before` was taken; takes it away. */
-static void unchanged(tkv_cache *kv, picture *before, const char *what) {
-    picture now = picture_of(kv);
+static void unchanged(tkv_cache *kv, snapshot *before, const char *what) {
+    snapshot now = snapshot_of(kv);
     CHECK_MSG(same_picture(&now, before), "%s", what);
     whole(kv, what, 0);
-    picture_free(&now);
-    picture_free(before);
+    snapshot_free(&now);
+    snapshot_free(before);
 }
 
 /* The call failed as it should, the sentence has `word` in it, and nothing changed. */
-static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, picture *before) {
+static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, snapshot *before) {
     const char *said = tkv_last_error(kv);
     CHECK_MSG(got == want, "%s instead of %s", tkv_status_text(got), tkv_status_text(want));
     CHECK_MSG(said && strstr(said, word), "\"%s\" does not say \"%s\"", said, word);
@@ -306,10 +306,10 @@ TEST(config_each_field) {
     cfg.end_canary = 0x80000000u;
     bad_config(&cfg, "end_canary", "0");
     cfg = config(2, 1);
-    cfg.allocator.alloc = purse_alloc;
+    cfg.allocator.alloc = counting_alloc;
     bad_config(&cfg, "allocator", "alloc");
     cfg = config(2, 1);
-    cfg.allocator.release = purse_release;
+    cfg.allocator.release = counting_release;
     bad_config(&cfg, "allocator", "release");
 }
 
@@ -490,15 +490,15 @@ TEST(config_defaults) {
     tkv_config cfg = tkv_config_default(), zero;
     tkv_cache *kv;
     tkv_tier_info info;
-    picture before;
+    snapshot before;
     memset(&zero, 0, sizeof zero);
     CHECK_MEM(&cfg, &zero, sizeof zero);
     cfg = config(1, 0);
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 513), TKV_ERR_CAPACITY, "512", &before); /* max_append */
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
     CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
@@ -753,7 +753,7 @@ TEST(aligned_chunks_equal_single_tokens) {
     for (c = 0; c < chunks; c++) {
         int some = c == 0 ? 68 : BLOCK, asked = c % 3 == 0 ? 9 : 2;
         tkv_attend_params p;
-        picture a, b;
+        snapshot a, b;
         memset(&p, 0, sizeof p);
         CHECK_EQ(feed(whole_chunks, 0, 0, 2, some), TKV_OK);
         p.q = q;
@@ -770,11 +770,11 @@ TEST(aligned_chunks_equal_single_tokens) {
             CHECK_MEM(one, many + (size_t)(t - (some - asked)) * row, row * sizeof(float));
         }
         n += some;
-        a = picture_of(whole_chunks);
-        b = picture_of(single);
+        a = snapshot_of(whole_chunks);
+        b = snapshot_of(single);
         CHECK_MSG(same_picture(&a, &b), "at %d", n);
-        picture_free(&a);
-        picture_free(&b);
+        snapshot_free(&a);
+        snapshot_free(&b);
     }
     tkv_destroy(whole_chunks);
     tkv_destroy(single);
@@ -807,10 +807,10 @@ TEST(sequences_are_independent) {
         whole(kv, "step", step);
         if (step % 20 && step + 1 < steps) continue;
         for (i = 0; i < SEQS; i++) {
-            picture a = picture_of_seq(kv, i), b = picture_of_seq(own[i], 0);
+            snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
             CHECK_MSG(same_picture(&a, &b), "sequence %d after step %d", i, step);
-            picture_free(&a);
-            picture_free(&b);
+            snapshot_free(&a);
+            snapshot_free(&b);
         }
     }
     for (s = 0; s < SEQS; s++) tkv_destroy(own[s]);
@@ -850,7 +850,7 @@ TEST(batch_equals_single_appends) {
     for (step = 0; step < steps; step++) {
         tkv_rows rows[SEQS];
         int order[SEQS], n_rows = 1 + tkv_rng_below(&rng, SEQS);
-        picture a, b;
+        snapshot a, b;
         for (i = 0; i < SEQS; i++) order[i] = i;
         for (i = SEQS - 1; i > 0; i--) {
             int j = tkv_rng_below(&rng, i + 1), t = order[i];
@@ -874,26 +874,26 @@ TEST(batch_equals_single_appends) {
         }
         whole(kv, "batch", step);
         if (step % 10 && step + 1 < steps) continue;
-        a = picture_of(kv);
-        b = picture_of(one);
+        a = snapshot_of(kv);
+        b = snapshot_of(one);
         /* a row of no tokens is no append: nothing ages */
         CHECK_MSG(same_picture(&a, &b), "after batch %d", step);
-        picture_free(&a);
-        picture_free(&b);
+        snapshot_free(&a);
+        snapshot_free(&b);
     }
     tkv_destroy(kv);
     tkv_destroy(one);
 }
 
 TEST(batch_is_all_or_nothing) {
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(1, 4);
     tkv_cache *kv;
     tkv_rows rows[5];
     tkv_append_params a;
-    picture before;
+    snapshot before;
     int i;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     cfg.max_append = 100;
     cfg.max_tokens = 400;
     kv = make(&cfg);
@@ -904,54 +904,54 @@ TEST(batch_is_all_or_nothing) {
     }
     a = batch_of(0, rows, 4);
     batch_rows(kv, 0, rows, 4);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     rows[3].seq = 4;
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "4", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     rows[3].seq = -1;
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     rows[3].seq = 1;
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "twice", &before);
     rows[3].seq = 3;
     rows[3].n = -1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
     rows[3].n = 11; /* 390 of 400 are there */
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_tokens leaves room for 10", &before);
     rows[3].n = 10;
     rows[0].n = 101;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_append leaves room for 100", &before);
     rows[0].n = 10;
     a.n_batch = 5;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
     a.n_batch = -1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
     a.n_batch = 4;
     a.layer = 1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "layer 1", &before);
     a.layer = 0;
     a.k = NULL;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "missing", &before);
     a.k = k_in;
     k_in[39 * K_ROW + 3] = tkvi_from_bits(0x7f800000u); /* the last token of the last sequence */
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NONFINITE, "layer 0", &before);
     k_in[39 * K_ROW + 3] = 0.0f;
     a.k_type = (tkv_type)3;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "k_type", &before);
     a.k_type = TKV_TYPE_F32;
     for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* new pages for sure */
     batch_rows(kv, 0, rows, 4);
     p.closed = 1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
     p.closed = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
@@ -984,9 +984,9 @@ static void wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
     int i;
     for (i = 0; i < COUNT(far_off) + 2; i++) {
         const int position = i < COUNT(far_off) ? far_off[i] : i == COUNT(far_off) ? len - 1 : len + 1;
-        picture before;
+        snapshot before;
         if (position == len) continue;
-        before = picture_of(kv);
+        before = snapshot_of(kv);
         snprintf(word, sizeof word,
                  "sequence %d, layer %d holds %d tokens, so the next position is %d, not %d: ", seq, layer,
                  len, len, position);
@@ -1060,12 +1060,12 @@ TEST(positions_in_a_batch) {
     batch_rows(kv, 0, rows, 3);
     for (i = 0; i < 3; i++) { /* one that is wrong refuses all */
         const int right = positions[i];
-        picture before = picture_of(kv);
+        snapshot before = snapshot_of(kv);
         char word[160];
         positions[i] = right + 1;
         snprintf(word, sizeof word, "sequence %d, layer 0 holds %d tokens", rows[i].seq, right);
         refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, word, &before);
-        before = picture_of(kv);
+        before = snapshot_of(kv);
         positions[i] = -1;
         refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, "not -1", &before);
         positions[i] = right;
@@ -1080,12 +1080,12 @@ TEST(positions_in_a_batch) {
 
 TEST(batch_over_many_pages) {
     enum { SEQS = 8 };
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(1, SEQS);
     tkv_cache *kv;
     tkv_rows rows[SEQS];
     int round, i;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     cfg.hot.k = cfg.hot.v = TKV_F32;
     kv = make(&cfg);
     for (round = 0; round < 12; round++) {
@@ -1195,7 +1195,7 @@ TEST(nonfinite_and_overflow) {
                 for (at = 0; at < 2; at++) { /* the first and the last channel of 5 tokens */
                     tkv_config cfg = config(1, 1);
                     tkv_cache *kv;
-                    picture before;
+                    snapshot before;
                     float *x, want;
                     cfg.hot.k = cfg.hot.v = (tkv_format)hot;
                     kv = make(&cfg);
@@ -1203,7 +1203,7 @@ TEST(nonfinite_and_overflow) {
                     rows_of(1, 0, 70, 5, k_in, v_in);
                     x = side ? &v_in[at ? 5 * V_ROW - 1 : 0] : &k_in[at ? 5 * K_ROW - 1 : 0];
                     *x = tkvi_from_bits(bad[i]);
-                    before = picture_of(kv);
+                    before = snapshot_of(kv);
                     refused(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
                     tkv_destroy(kv);
                     cfg.nonfinite = TKV_NONFINITE_SATURATE;
@@ -1240,14 +1240,14 @@ TEST(nonfinite_and_overflow) {
 TEST(limits) {
     tkv_config cfg = config(2, 2);
     tkv_cache *kv;
-    picture before;
+    snapshot before;
     int i;
     cfg.max_append = 30;
     cfg.max_tokens = 200;
     kv = make(&cfg);
     CHECK_STR(tkv_last_error(kv), "");
     CHECK_STR(tkv_last_error(NULL), "");
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 30), TKV_OK);
     CHECK_STR(tkv_last_error(kv), "");
@@ -1258,33 +1258,33 @@ TEST(limits) {
     CHECK_EQ(tkv_seq_len(kv, 0), 11);
     CHECK_EQ(feed(kv, 0, 1, 1, 19), TKV_OK);
     CHECK_EQ(tkv_seq_len(kv, 0), 30);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 2, 0, 1, 1), TKV_ERR_ARG, "2", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append(kv, 0, 2, k_in, v_in, 1), TKV_ERR_ARG, "2", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append(kv, 0, -1, k_in, v_in, 1), TKV_ERR_ARG, "-1", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_append(kv, 0, 0, k_in, NULL, 1), TKV_ERR_ARG, "v", &before);
     CHECK_EQ(tkv_append(kv, 0, 0, NULL, NULL, 0), TKV_OK);
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 20), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10", &before);
     CHECK_EQ(feed(kv, 0, 1, 1, 30), TKV_OK); /* each layer has its own room */
     CHECK_EQ(feed(kv, 0, 0, 1, 10), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0", &before);
     CHECK_EQ(feed(kv, 1, 0, 1, 30), TKV_OK); /* and each sequence */
     CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
     CHECK_EQ(feed_all(kv, 0, 1, 139, 30), TKV_OK);
     CHECK_EQ(tkv_seq_len(kv, 0), 199);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0", &before);
     CHECK_EQ(tkv_truncate(kv, 0, 190), TKV_OK); /* room again */
     CHECK_EQ(feed_all(kv, 0, 1, 10, 10), TKV_OK);
@@ -1305,12 +1305,12 @@ TEST(abort_restores) {
     tkv_rng rng = tkv_rng_seed(3);
     int round, rounds = tkv_test_quick() ? 12 : 120;
     for (round = 0; round < rounds; round++) {
-        purse p;
+        counting_allocator p;
         tkv_config cfg = round % 2 ? config_f32(3, 2) : config(3, 2);
         tkv_cache *kv;
-        picture before;
+        snapshot before;
         int before_n = round < 4 ? round : tkv_rng_below(&rng, 400), layer, i, left;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         cfg.hot_tokens = round % 5 == 0 ? TKV_NONE : 1 + tkv_rng_below(&rng, 80);
         cfg.sink_tokens = round % 7 == 0 ? TKV_NONE : 1 + tkv_rng_below(&rng, 64);
         cfg.window = round % 3 == 0 ? 1 + tkv_rng_below(&rng, 100) : 0;
@@ -1320,7 +1320,7 @@ TEST(abort_restores) {
         if (round % 4 == 1) CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
         for (i = 0; i < 3; i++) {
             CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-            before = picture_of(kv);
+            before = snapshot_of(kv);
             for (layer = 0; layer < 3; layer++)
                 for (left = tkv_rng_below(&rng, 150); left > 0;) {
                     int n = 1 + tkv_rng_below(&rng, left);
@@ -1350,22 +1350,22 @@ TEST(steps_equal_appends) {
     int step, layer;
     for (step = 0; step < 40; step++) {
         int n = 1 + tkv_rng_below(&rng, 60), cut = tkv_rng_below(&rng, n);
-        picture a, b;
+        snapshot a, b;
         CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) { /* in two parts: nothing moves between them */
             CHECK_EQ(feed(kv, 0, layer, 1, cut), TKV_OK);
             CHECK_EQ(feed(kv, 0, layer, 1, n - cut), TKV_OK);
             CHECK_EQ(feed(plain, 0, layer, 1, n), TKV_OK);
         }
-        a = picture_of(kv);
+        a = snapshot_of(kv);
         CHECK_EQ(tkv_commit(kv, 0), TKV_OK);
-        b = picture_of(kv);
+        b = snapshot_of(kv);
         CHECK(same_picture(&a, &b));
-        picture_free(&a);
-        a = picture_of(plain);
+        snapshot_free(&a);
+        a = snapshot_of(plain);
         CHECK_MSG(same_picture(&a, &b), "step %d", step);
-        picture_free(&a);
-        picture_free(&b);
+        snapshot_free(&a);
+        snapshot_free(&b);
     }
     tkv_destroy(kv);
     tkv_destroy(plain);
@@ -1374,26 +1374,26 @@ TEST(steps_equal_appends) {
 TEST(steps_out_of_order) {
     tkv_config cfg = config(2, 2);
     tkv_cache *kv = make(&cfg);
-    picture before = picture_of(kv);
+    snapshot before = snapshot_of(kv);
     refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
     CHECK_EQ(tkv_commit(kv, 0), TKV_OK); /* an empty step is a step */
     CHECK_EQ(feed_all(kv, 0, 1, 80, 80), TKV_OK);
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
     CHECK_STR(tkv_last_error(kv), "");
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_begin(kv, 0), TKV_ERR_STATE, "open", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 5), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before); /* uneven; the step stays open */
     CHECK_EQ(feed(kv, 0, 1, 1, 4), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
     CHECK_EQ(feed(kv, 0, 1, 1, 1), TKV_OK);
     CHECK_EQ(tkv_begin(kv, 1), TKV_OK); /* another sequence's step is its own affair */
@@ -1402,7 +1402,7 @@ TEST(steps_out_of_order) {
     CHECK_EQ(tkv_seq_len(kv, 0), 85);
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* ends the step as well */
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
     CHECK_EQ(tkv_begin(kv, 5), TKV_ERR_ARG);
     CHECK_EQ(tkv_commit(kv, -1), TKV_ERR_ARG);
@@ -1448,12 +1448,12 @@ TEST(reserve_holds) {
     tkv_rng rng = tkv_rng_seed(2024);
     int round, rounds = tkv_test_quick() ? 40 : 400;
     for (round = 0; round < rounds; round++) {
-        purse p;
+        counting_allocator p;
         tkv_config cfg = config_random(&rng, 1 + tkv_rng_below(&rng, 3), 2);
         tkv_cache *kv;
         int before_n = tkv_rng_below(&rng, 3) ? tkv_rng_below(&rng, 900) : 0, n, step = round % 3 == 0;
         tkv_status st;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 5, tkv_rng_below(&rng, 200), 61), TKV_OK);
         CHECK_EQ(feed_all(kv, 0, 1, before_n, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
@@ -1480,12 +1480,12 @@ TEST(reserve_is_not_eaten_by_others) {
     tkv_rng rng = tkv_rng_seed(9);
     int round, rounds = tkv_test_quick() ? 10 : 80;
     for (round = 0; round < rounds; round++) {
-        purse p;
+        counting_allocator p;
         tkv_config cfg = config_random(&rng, 2, 3);
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int n = 1 + tkv_rng_below(&rng, 300), i, full = 0;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         for (i = 0; i < 3; i++) CHECK_EQ(feed_all(kv, i, i, tkv_rng_below(&rng, 300), 64), TKV_OK);
         CHECK_EQ(tkv_reserve(kv, 0, n), TKV_OK);
@@ -1515,13 +1515,13 @@ TEST(reserve_is_not_eaten_by_others) {
 TEST(reserve_is_not_eaten_in_a_batch) {
     int empty;
     for (empty = 0; empty < 2; empty++) {
-        purse p;
+        counting_allocator p;
         tkv_config cfg = config(1, 2);
         tkv_cache *kv;
         tkv_rows rows[2];
         tkv_append_params a = batch_of(0, rows, 2);
         tkv_status st;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
         CHECK_EQ(feed_all(kv, 1, 1, 68, 68), TKV_OK);
@@ -1544,11 +1544,11 @@ TEST(reserve_is_not_eaten_in_a_batch) {
 
 /* More than was reserved, in one layer: the other layers' part is theirs. */
 TEST(reserve_is_not_eaten_by_another_layer) {
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(2, 1);
     tkv_cache *kv;
     tkv_status st;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     cfg.hot_tokens = TKV_ALL;
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
@@ -1568,12 +1568,12 @@ TEST(reserve_survives) {
         "a cut",   "a flush of what is due", "a failed larger reservation", "a reset of another"};
     int i;
     for (i = 0; i < COUNT(how); i++) {
-        purse p;
+        counting_allocator p;
         tkv_config cfg = config(2, 2);
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int goal = 350 + 200;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         cfg.hot_tokens = 200;
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 0, 300, 100), TKV_OK);
@@ -1605,28 +1605,28 @@ TEST(reserve_survives) {
 }
 
 TEST(reserve_limits) {
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(2, 2);
     tkv_cache *kv;
     tkv_memory_info m;
     size_t empty;
-    picture before;
-    cfg.allocator = purse_of(&p);
+    snapshot before;
+    cfg.allocator = counting_allocator_of(&p);
     cfg.max_append = 100;
     cfg.max_tokens = 250;
     kv = make(&cfg);
     empty = p.held;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 0, 0), TKV_ERR_ARG, "0", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
     CHECK_EQ(tkv_reserve(NULL, 0, 1), TKV_ERR_ARG);
     p.closed = 1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
     p.closed = 0;
     CHECK_EQ(tkv_reserve(kv, 0, 100), TKV_OK);
@@ -1638,7 +1638,7 @@ TEST(reserve_limits) {
     CHECK_EQ(tkv_memory(kv, &m), TKV_OK);
     CHECK_EQ(m.slack, m.total - m.tables - m.index - m.scratch); /* no token, no page with one */
     CHECK_EQ(feed_all(kv, 0, 0, 200, 100), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
     CHECK_EQ(tkv_reserve(kv, 0, 50), TKV_OK);
     p.closed = 1;
@@ -1665,7 +1665,7 @@ TEST(truncate_of_the_tail) {
             int n = 1 + tkv_rng_below(&rng, 900), chunk = round % 2 ? 1 : 1 + tkv_rng_below(&rng, 200);
             int due = (n - 1) / chunk * chunk, must = must_stay(plans[i], n, due), keep;
             char number[16];
-            picture before;
+            snapshot before;
             cfg.sink_tokens = plans[i].sink;
             cfg.hot_tokens = plans[i].hot;
             cfg.warm_tokens = plans[i].warm;
@@ -1676,12 +1676,12 @@ TEST(truncate_of_the_tail) {
             CHECK_EQ(tkv_seq_len(kv, 0), n);
             if (must) {
                 snprintf(number, sizeof number, "%d must", must);
-                before = picture_of(kv);
+                before = snapshot_of(kv);
                 refused(kv, tkv_truncate(kv, 0, must - 1), TKV_ERR_INEXACT, number, &before);
-                before = picture_of(kv);
+                before = snapshot_of(kv);
                 refused(kv, tkv_truncate(kv, 0, 0), TKV_ERR_INEXACT, number, &before);
             }
-            before = picture_of(kv);
+            before = snapshot_of(kv);
             refused(kv, tkv_truncate(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
             CHECK(must <= at_least_0(n - length_of(plans[i].hot, 64))); /* hot_tokens can be cut */
             keep = must + tkv_rng_below(&rng, n - must + 1);
@@ -1709,7 +1709,7 @@ TEST(truncate_and_append_again) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv, *never;
         int n = 70 + tkv_rng_below(&rng, 700), cut = 1 + tkv_rng_below(&rng, round % 2 ? 64 : 5), i;
-        picture a, b;
+        snapshot a, b;
         kv = make(&cfg);
         never = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
@@ -1722,11 +1722,11 @@ TEST(truncate_and_append_again) {
         CHECK_EQ(feed_all(kv, 0, 2, cut + 1, 1), TKV_OK);
         CHECK_EQ(feed_all(never, 0, 2, cut + 1, 1), TKV_OK);
         for (i = 0; i < 2; i++) {
-            a = picture_of(kv);
-            b = picture_of(never);
+            a = snapshot_of(kv);
+            b = snapshot_of(never);
             CHECK_MSG(same_picture(&a, &b), "round %d: %d tokens, %d of them cut", round, n, cut);
-            picture_free(&a);
-            picture_free(&b);
+            snapshot_free(&a);
+            snapshot_free(&b);
             CHECK_EQ(feed_all(kv, 0, 3, 640, 1), TKV_OK); /* through all tiers */
             CHECK_EQ(feed_all(never, 0, 3, 640, 1), TKV_OK);
         }
@@ -1762,13 +1762,13 @@ TEST(check_after_cut) {
 }
 
 TEST(reset) {
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(2, 3);
     tkv_cache *kv, *fresh;
     size_t with_one;
     tkv_memory_info before, after;
-    picture a, b;
-    cfg.allocator = purse_of(&p);
+    snapshot a, b;
+    cfg.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 1, 1, 300, 100), TKV_OK);
     with_one = p.held;
@@ -1777,7 +1777,7 @@ TEST(reset) {
     CHECK_EQ(feed_all(kv, 2, 2, 700, 100), TKV_OK);
     CHECK_EQ(tkv_reserve(kv, 2, 300), TKV_OK);
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
-    a = picture_of_seq(kv, 1);
+    a = snapshot_of_seq(kv, 1);
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_len(kv, 0), 0);
     CHECK_EQ(tkv_reset(kv, 2), TKV_OK);
@@ -1786,18 +1786,18 @@ TEST(reset) {
     CHECK_MEM(&after.tier, &before.tier, sizeof after.tier);
     CHECK_EQ(after.slack, before.slack); /* pages went back; the tables stay grown */
     CHECK(p.held - with_one == after.index - before.index);
-    b = picture_of_seq(kv, 1);
+    b = snapshot_of_seq(kv, 1);
     CHECK(same_picture(&a, &b));
-    picture_free(&a);
-    picture_free(&b);
+    snapshot_free(&a);
+    snapshot_free(&b);
     CHECK_EQ(feed_all(kv, 0, 3, 400, 1), TKV_OK); /* as if it had never been anything else */
     fresh = make(&cfg);
     CHECK_EQ(feed_all(fresh, 0, 3, 400, 1), TKV_OK);
-    a = picture_of_seq(kv, 0);
-    b = picture_of_seq(fresh, 0);
+    a = snapshot_of_seq(kv, 0);
+    b = snapshot_of_seq(fresh, 0);
     CHECK(same_picture(&a, &b));
-    picture_free(&a);
-    picture_free(&b);
+    snapshot_free(&a);
+    snapshot_free(&b);
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* of what is empty */
     CHECK_EQ(tkv_reset(kv, 3), TKV_ERR_ARG);
@@ -1816,7 +1816,7 @@ TEST(flush_due) {
             tkv_config cfg = config(2, 1);
             tkv_cache *kv;
             tkv_tier_info want = expected(plans[i], n, n);
-            picture before;
+            snapshot before;
             cfg.sink_tokens = plans[i].sink;
             cfg.hot_tokens = plans[i].hot;
             cfg.warm_tokens = plans[i].warm;
@@ -1825,10 +1825,10 @@ TEST(flush_due) {
             CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
             counts_are(kv, 0, 0, &want, "flushed", n);
             counts_are(kv, 0, 1, &want, "flushed", n);
-            before = picture_of(kv);
+            before = snapshot_of(kv);
             CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* once is enough */
             unchanged(kv, &before, "flushed twice");
-            before = picture_of(kv);
+            before = snapshot_of(kv);
             CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* does the same */
             unchanged(kv, &before, "flushed and begun");
             tkv_destroy(kv);
@@ -1846,14 +1846,14 @@ TEST(flush_full_and_all) {
                 int sink = length_of(plans[i].sink, 4), warm = length_of(plans[i].warm, 448), from, t;
                 int rest = at_least_0(n - sink), tail = rest % BLOCK,
                     blocks = rest / BLOCK + (mode == 2 && tail);
-                picture before;
+                snapshot before;
                 cfg.sink_tokens = plans[i].sink;
                 cfg.hot_tokens = plans[i].hot;
                 cfg.warm_tokens = plans[i].warm;
                 kv = make(&cfg);
                 CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
                 if (plans[i].hot == TKV_ALL) { /* an exact cache stays one */
-                    before = picture_of(kv);
+                    before = snapshot_of(kv);
                     CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                     unchanged(kv, &before, "flush of an exact cache");
                     tkv_destroy(kv);
@@ -1868,7 +1868,7 @@ TEST(flush_full_and_all) {
                 /* the newest warm_tokens of them are warm: a block that ends inside is not older */
                 for (from = sink + BLOCK, t = 0; from <= n; from += BLOCK) t += n - from >= warm;
                 CHECK_EQ(got.blocks[TKV_ARCHIVE], t + (mode == 2 && tail && warm == 0));
-                before = picture_of(kv);
+                before = snapshot_of(kv);
                 CHECK_EQ(tkv_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                 unchanged(kv, &before, "flushed twice");
                 if (n <= sink) {
@@ -1886,7 +1886,7 @@ TEST(flush_full_and_all) {
                     CHECK_EQ(tkv_read(kv, 0, 0, from, tail, k_out, v_out), TKV_OK);
                     CHECK_MEM(k_out, k_want + from * K_ROW, (size_t)(tail * K_ROW) * sizeof(float));
                     CHECK_MEM(v_out, v_want + from * V_ROW, (size_t)(tail * V_ROW) * sizeof(float));
-                    before = picture_of(kv);
+                    before = snapshot_of(kv);
                     refused(kv, tkv_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
                 }
                 CHECK_EQ(feed_all(kv, 0, 2, 130, 1), TKV_OK); /* goes on in a block of its own */
@@ -1901,24 +1901,24 @@ TEST(flush_full_and_all) {
 
 TEST(flush_refusals) {
     int below = -1;
-    purse p;
+    counting_allocator p;
     tkv_config cfg = config(2, 1);
     tkv_cache *kv;
-    picture before;
-    cfg.allocator = purse_of(&p);
+    snapshot before;
+    cfg.allocator = counting_allocator_of(&p);
     cfg.hot_tokens = 1000;
     kv = make(&cfg);
     CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing there */
     CHECK_EQ(feed_all(kv, 0, 1, 800, 100), TKV_OK);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_flush(kv, 0, (tkv_flush_mode)below), TKV_ERR_ARG, "mode", &before);
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
     CHECK_EQ(tkv_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
     p.closed = 1;
-    before = picture_of(kv);
+    before = snapshot_of(kv);
     refused(kv, tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
     p.closed = 0;
     CHECK_EQ(tkv_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
@@ -2039,7 +2039,7 @@ TEST(layers_that_share_and_layers_without) {
     tkv_cache *kv, *alone = make(&plain);
     tkv_tier_info info, other;
     tkv_tier tier;
-    picture before;
+    snapshot before;
     tkv_memory_info m;
     int n;
     memset(layers, 0, sizeof layers);
@@ -2080,7 +2080,7 @@ TEST(layers_that_share_and_layers_without) {
     CHECK_EQ(tkv_tier_of(kv, 0, 5, 0, &tier), TKV_ERR_ARG);
     for (n = 0; n < 6; n++) {
         if (n == 1 || n == 3) continue;
-        before = picture_of(kv);
+        before = snapshot_of(kv);
         refused(kv, tkv_append(kv, 0, n, k_in, v_in, 1), TKV_ERR_ARG, "no K and V of its own", &before);
     }
     CHECK_EQ(tkv_begin(kv, 0), TKV_OK); /* a step counts the layers that have something */
@@ -2315,13 +2315,13 @@ TEST(shared_blocks) {
     int round, rounds = tkv_test_quick() ? 8 : 60;
     for (round = 0; round < rounds; round++) {
         enum { SEQS = 4 };
-        purse p;
+        counting_allocator p;
         tkv_config cfg = config(2, SEQS), alone = config(2, 1);
         tkv_cache *kv, *own[3];
         tkv_memory_info before, after;
         size_t empty;
         int n = 1 + tkv_rng_below(&rng, 700), chunk = 1 + tkv_rng_below(&rng, 200), i, step;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         if (round % 3 == 1) cfg.window = alone.window = 40 + round;
         if (round % 3 == 2) cfg.hot_tokens = alone.hot_tokens = 1 + round * 3;
         kv = make(&cfg);
@@ -2341,19 +2341,19 @@ TEST(shared_blocks) {
         for (step = 0; step < 25; step++) {
             int op = tkv_rng_below(&rng, 12), some = 1 + tkv_rng_below(&rng, step % 5 ? 20 : 200);
             tkv_status st, st2;
-            picture all;
+            snapshot all;
             i = tkv_rng_below(&rng, 3);
             st = st2 = TKV_OK;
             if (op < 6) {
                 if (op == 0) { /* not a byte of anybody's changes when there is no memory */
-                    all = picture_of(kv);
+                    all = snapshot_of(kv);
                     p.closed = 1;
                     st = feed(kv, i, 0, 10 + i, some);
                     p.closed = 0;
                     if (st == TKV_ERR_NOMEM) unchanged(kv, &all, "no memory");
                     else st2 = feed(own[i], 0, 0, 10 + i, some);
                     CHECK_EQ(st2, TKV_OK);
-                    picture_free(&all);
+                    snapshot_free(&all);
                     /* the layers are brought to one length again below */
                     some = tkv_layer_len(own[i], 0, 0) - tkv_layer_len(own[i], 0, 1);
                     if (some) {
@@ -2396,10 +2396,10 @@ TEST(shared_blocks) {
             CHECK_EQ(after.total, p.held);
             if (step % 5 < 4) continue;
             for (i = 0; i < 3; i++) {
-                picture a = picture_of_seq(kv, i), b = picture_of_seq(own[i], 0);
+                snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
                 CHECK_MSG(same_picture(&a, &b), "round %d step %d sequence %d", round, step, i);
-                picture_free(&a);
-                picture_free(&b);
+                snapshot_free(&a);
+                snapshot_free(&b);
             }
         }
         for (i = 0; i < 3; i++) {
@@ -2423,13 +2423,13 @@ TEST(shared_tail_and_shared_demotion) {
     tkv_cache *kv = make(&cfg);
     tkvi_list *a = tkvi_list_of(kv, 0, 0), *b = tkvi_list_of(kv, 1, 0);
     uint32_t blocks, tail;
-    picture before, now;
+    snapshot before, now;
     CHECK_EQ(feed_all(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
     share(kv, 0, 1);
     tail = tkvi_ids(kv, 0, 0)[a->n - 1];
     blocks = kv->pool.n_blocks;
     CHECK_EQ(kv->pool.block[tail].refs, 2);
-    before = picture_of_seq(kv, 0);
+    before = snapshot_of_seq(kv, 0);
     CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
     CHECK_EQ(kv->pool.n_blocks, blocks + 1);
     CHECK_EQ(kv->pool.block[tail].refs, 1);
@@ -2437,19 +2437,19 @@ TEST(shared_tail_and_shared_demotion) {
     CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
     CHECK_EQ(kv->pool.n_blocks, blocks + 1);
     CHECK_EQ(feed(kv, 0, 0, 0, 0), TKV_OK);
-    now = picture_of_seq(kv, 0);
+    now = snapshot_of_seq(kv, 0);
     CHECK(same_picture(&before, &now));
-    picture_free(&now);
+    snapshot_free(&now);
     CHECK_EQ(feed_all(kv, 1, 1, 60, 1), TKV_OK); /* the full block moves to warm in sequence 1 only */
     CHECK(b->warm == 1 && a->warm == 0);
     CHECK(tkvi_ids(kv, 0, 0)[1] != tkvi_ids(kv, 1, 0)[1]);
     CHECK_EQ(tkvi_ids(kv, 0, 0)[0], tkvi_ids(kv, 1, 0)[0]); /* the sinks stay shared */
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 0, 0)[0]].refs, 2);
-    now = picture_of_seq(kv, 0);
+    now = snapshot_of_seq(kv, 0);
     CHECK(same_picture(&before, &now));
-    picture_free(&now);
+    snapshot_free(&now);
     reads_as(kv, 0, 0, 0, 0, 108, TKV_F16);
-    picture_free(&before);
+    snapshot_free(&before);
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK);
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 1, 0)[0]].refs, 1);
     whole(kv, "one left", 0);

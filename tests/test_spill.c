@@ -109,14 +109,14 @@ TEST(attention_is_the_same) {
     for (i = 0; i < COUNT(pairs); i++) {
         tkv_config cfg = small_config(), with;
         tkv_cache *a, *b;
-        depot d;
+        test_store d;
         if (i % 2 || i == 0) cfg.warm = pairs[i]; /* what is outside is recoded no more */
         cfg.archive = pairs[i];
         cfg.rope.dim = DIM;
         cfg.quality_heads = i % 3;
         cfg.quality_every = 1;
         with = cfg;
-        depot_for(&d, &with);
+        test_store_for(&d, &with);
         a = make(&cfg);
         b = make(&with);
         for (n = 0; n < 8; n++)
@@ -139,7 +139,7 @@ TEST(attention_is_the_same) {
         sound(b);
         tkv_destroy(a);
         tkv_destroy(b);
-        depot_end(&d);
+        test_store_end(&d);
     }
 }
 
@@ -150,10 +150,10 @@ TEST(all_that_attention_can_be_asked) {
     tkv_attend_params p;
     float alibi[HEADS], sinks[HEADS];
     tkv_cache *a, *b;
-    depot d;
+    test_store d;
     int n, kind;
     with = cfg;
-    depot_for(&d, &with);
+    test_store_for(&d, &with);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
@@ -199,7 +199,7 @@ TEST(all_that_attention_can_be_asked) {
     CHECK_EQ(d.fetches, n); /* what nobody sees is not fetched */
     tkv_destroy(a);
     tkv_destroy(b);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(wide_heads) {
@@ -209,7 +209,7 @@ TEST(wide_heads) {
     for (i = 0; i < COUNT(dims); i++) {
         tkv_config cfg = tkv_config_default(), with;
         tkv_cache *a, *b;
-        depot d;
+        test_store d;
         cfg.n_layers = 1;
         cfg.n_heads = 2;
         cfg.n_kv_heads = 1;
@@ -217,7 +217,7 @@ TEST(wide_heads) {
         cfg.v_head_dim = dims[i][1];
         cfg.hot_tokens = i == 0 ? TKV_ALL : 64; /* exact blocks go, the largest there are */
         with = cfg;
-        depot_for(&d, &with);
+        test_store_for(&d, &with);
         a = make(&cfg);
         b = make(&with);
         for (n = 0; n < 8; n++) {
@@ -233,7 +233,7 @@ TEST(wide_heads) {
         CHECK_MEM(x, y, 2u * (size_t)dims[i][1] * sizeof(float));
         tkv_destroy(a);
         tkv_destroy(b);
-        depot_end(&d);
+        test_store_end(&d);
     }
 }
 
@@ -242,15 +242,15 @@ TEST(more_than_the_budget) {
     tkv_config cfg = small_config(), with;
     tkv_cache *a, *b;
     tkv_memory_info m;
-    purse p;
-    depot d;
+    counting_allocator p;
+    test_store d;
     int n, i, before;
     cfg.hot_tokens = TKV_ALL;
     with = small_config();
     with.policy.max_level = TKV_NONE; /* never compressed: then exact blocks go, and the bits stay */
     with.budget_bytes = 210 * 1000;
-    with.allocator = purse_of(&p);
-    depot_for(&d, &with);
+    with.allocator = counting_allocator_of(&p);
+    test_store_for(&d, &with);
     a = make(&cfg);
     b = make(&with);
     for (n = 0; n < 3900; n += i) {
@@ -280,19 +280,19 @@ TEST(more_than_the_budget) {
     tkv_destroy(a);
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(compressed_then_outside) {
     tkv_config cfg = small_config();
     tkv_budget_info info;
     tkv_cache *kv;
-    purse p;
-    depot d;
+    counting_allocator p;
+    test_store d;
     int n, seq, l, i;
     cfg.budget_bytes = 330 * 1000;
-    cfg.allocator = purse_of(&p);
-    depot_for(&d, &cfg);
+    cfg.allocator = counting_allocator_of(&p);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 30)
         for (seq = 0; seq < SEQS; seq++) {
@@ -331,18 +331,18 @@ TEST(compressed_then_outside) {
     CHECK_LE(p.held, cfg.budget_bytes * 9 / 10);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(dropped_when_nothing_else_helps) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
-    depot d;
+    test_store d;
     int n, gone, outside;
     cfg.budget_bytes = 420 * 1000;
     cfg.evict.kind = TKV_EVICT_SLIDING;
     cfg.hot_tokens = 256;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 2000; n += 20) {
         CHECK_EQ(append_both(kv, NULL, 0, 20), TKV_OK);
@@ -368,16 +368,16 @@ TEST(dropped_when_nothing_else_helps) {
     CHECK(alive_in(&d) > outside);
     CHECK_EQ(budget_of(kv).evicted, gone);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(steps) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
-    depot d;
+    test_store d;
     int n, len;
     cfg.budget_bytes = 300 * 1000;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 60; n++) {
         CHECK_EQ(tkv_begin(kv, 0), TKV_OK);
@@ -394,7 +394,7 @@ TEST(steps) {
     }
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 typedef struct logbook {
@@ -424,13 +424,13 @@ TEST(it_is_told) { /* an event for each block, and figures */
     tkv_cache *kv;
     logbook b;
     tkv_memory_info m;
-    depot d;
+    test_store d;
     int n, all;
     memset(&b, 0, sizeof b);
     for (n = 0; n < LAYERS; n++) b.next[n] = 4; /* behind the sinks */
     cfg.on_event = sampled_lanes;
     cfg.event_user = &b;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_both(kv, NULL, 1, CHUNK), TKV_OK);
     CHECK(says(kv, "tkv_blocks_spilled_total", 0));
@@ -450,7 +450,7 @@ TEST(it_is_told) { /* an event for each block, and figures */
     CHECK(says(kv, "tkv_tokens_missing", n * LAYERS));
     CHECK(says(kv, "tkv_blocks_dropped_total", n * LAYERS / BLOCK));
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>a store that fails */
@@ -459,11 +459,11 @@ TEST(store_fails) {
     for (at = 1; at < 12; at++) {
         tkv_config cfg = small_config();
         tkv_cache *kv;
-        depot d;
+        test_store d;
         int n, len = 0;
         cfg.budget_bytes = 230 * 1000;
         cfg.policy.max_level = TKV_NONE;
-        depot_for(&d, &cfg);
+        test_store_for(&d, &cfg);
         kv = make(&cfg);
         d.store_fails = at;
         while (len < 1200) {
@@ -499,16 +499,16 @@ TEST(store_fails) {
         sound(kv);
         d.store_fails = 0;
         tkv_destroy(kv);
-        depot_end(&d);
+        test_store_end(&d);
     }
     CHECK(refused > 3);
 }
 
 /* >>a store that loses, mixes up, damages */
-static tkv_cache *with_spilled(tkv_config *cfg, depot *d) {
+static tkv_cache *with_spilled(tkv_config *cfg, test_store *d) {
     tkv_cache *kv;
     int n;
-    depot_for(d, cfg);
+    test_store_for(d, cfg);
     kv = make(cfg);
     for (n = 0; n < 7; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
@@ -532,7 +532,7 @@ static void all_say(tkv_cache *kv, tkv_status expected) {
 
 TEST(fetch_fails) {
     tkv_config cfg = small_config();
-    depot d;
+    test_store d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     int at, all;
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 70, out_a), TKV_OK);
@@ -552,15 +552,15 @@ TEST(fetch_fails) {
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_ERR_IO);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_OK);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(bytes_are_checked) {
     tkv_config cfg = small_config();
-    depot d;
+    test_store d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     const uint32_t id = tkvi_ids(kv, 0, 0)[2], other = tkvi_ids(kv, 0, 0)[3];
-    shelf *s = &d.key[2 * id], *t = &d.key[2 * other];
+    stored_key *s = &d.key[2 * id], *t = &d.key[2 * other];
     uint8_t *was = (uint8_t *)malloc(d.room);
     int i, k;
     if (!was) exit(2);
@@ -598,12 +598,12 @@ TEST(bytes_are_checked) {
     CHECK_MEM(out_a, out_b, HEADS * DIM * sizeof(float));
     free(was);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(stale_records) {
     tkv_config cfg = small_config();
-    depot d;
+    test_store d;
     tkv_cache *kv = with_spilled(&cfg, &d);
     int n;
     CHECK_EQ(tkv_reset(kv, 0), TKV_OK); /* the same block numbers come again, for the same places */
@@ -613,10 +613,10 @@ TEST(stale_records) {
     CHECK(spill_all(kv, 0) > 0);
     all_say(kv, TKV_ERR_DATA);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
-static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
+static void fill_layer(tkv_cache *kv, test_store *d, int lazy) {
     int n;
     d->lazy = lazy;
     for (n = 0; n < 7; n++) {
@@ -627,10 +627,10 @@ static void fill_layer(tkv_cache *kv, depot *d, int lazy) {
 
 TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
     tkv_config cfg = small_config();
-    depot d;
+    test_store d;
     tkv_cache *kv;
     int n;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     cfg.spill.keep_exact = 1;
     kv = make(&cfg);
     fill_layer(kv, &d, 0);
@@ -643,18 +643,18 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
     CHECK_EQ(tkv_spill(kv, 0, 0, LONGEST, &n), TKV_OK);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>keys die once */
 TEST(keys_are_dropped) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
-    depot d;
+    test_store d;
     int n, most = 0;
     cfg.window = 300;
     cfg.spill.keep_exact = 1;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 40; n++) {
         CHECK_EQ(append_both(kv, NULL, n % 2, CHUNK), TKV_OK);
@@ -668,11 +668,11 @@ TEST(keys_are_dropped) {
     sound(kv);
     CHECK(alive_in(&d) > 0);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
     /* exact blocks that are cut away */
     cfg = small_config();
     cfg.hot_tokens = TKV_ALL;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 6; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(spill_all(kv, 0) > 0);
@@ -688,7 +688,7 @@ TEST(keys_are_dropped) {
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 10, out_a), TKV_OK);
     sound(kv);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>and back */
@@ -696,11 +696,11 @@ TEST(promotion_restores) {
     tkv_config exact = small_config(), cfg = small_config();
     tkv_cache *a, *b;
     tkv_tier tier;
-    depot d;
+    test_store d;
     int n, l, at, len;
     exact.hot_tokens = TKV_ALL;
     cfg.spill.keep_exact = 1;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     a = make(&exact);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, CHUNK), TKV_OK);
@@ -732,10 +732,10 @@ TEST(promotion_restores) {
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_OK);
     same(a, b, 0, 7);
     tkv_destroy(b);
-    depot_end(&d);
+    test_store_end(&d);
     /* without a copy it comes back as it went, and no further */
     cfg = small_config();
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     b = make(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_both(b, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_ERR_NO_SOURCE);
@@ -753,19 +753,19 @@ TEST(promotion_restores) {
     CHECK_EQ(spilled_in(b, 0, 0), n + 1);
     tkv_destroy(a);
     tkv_destroy(b);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(promotion_under_a_budget) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
-    purse p;
-    depot d;
+    counting_allocator p;
+    test_store d;
     int n, at, better = 0, full = 0;
     cfg.budget_bytes = 330 * 1000;
-    cfg.allocator = purse_of(&p);
+    cfg.allocator = counting_allocator_of(&p);
     cfg.spill.keep_exact = 1;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 3900; n += 50) CHECK_EQ(append_both(kv, NULL, 0, 50), TKV_OK);
     for (at = 4; at < 1000; at += BLOCK) {
@@ -788,7 +788,7 @@ TEST(promotion_under_a_budget) {
     sound(kv);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 TEST(importance_says_what_to_promote) { /* the example of api.h */
@@ -799,9 +799,9 @@ TEST(importance_says_what_to_promote) { /* the example of api.h */
     uint64_t source[1] = {0};
     int moved[64], out[TKV_IMPORTANCE_PER_STEP], start_of[64], n, n_blocks = 0, at, count = 0, step, all = 0;
     tkv_cache *kv;
-    depot d;
+    test_store d;
     cfg.spill.keep_exact = 1;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     kv = make(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, CHUNK), TKV_OK);
     for (at = 4; at < tkv_seq_len(kv, 0); at += BLOCK, n_blocks++) {
@@ -826,7 +826,7 @@ TEST(importance_says_what_to_promote) { /* the example of api.h */
     CHECK_EQ(all, (int)budget_of(kv).promoted);
     CHECK(all > 6 && all < n_blocks);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>memory that is not there */
@@ -836,13 +836,13 @@ TEST(every_allocation_fails_once) {
         tkv_config cfg = small_config();
         tkv_cache *kv = NULL;
         tkv_status st;
-        purse p;
-        depot d;
+        counting_allocator p;
+        test_store d;
         int n, l, done = 0;
         cfg.budget_bytes = nth % 2 ? 300 * 1000 : 0;
-        cfg.allocator = purse_of(&p);
+        cfg.allocator = counting_allocator_of(&p);
         cfg.spill.keep_exact = nth % 3 == 0;
-        depot_for(&d, &cfg);
+        test_store_for(&d, &cfg);
         p.closed = nth;
         st = tkv_create(&cfg, &kv);
         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
@@ -868,7 +868,7 @@ TEST(every_allocation_fails_once) {
         failed += done || !kv;
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
-        depot_end(&d);
+        test_store_end(&d);
     }
     CHECK(failed > 10);
 }
@@ -878,13 +878,13 @@ TEST(in_place) {
     tkv_cache *kv = NULL, *a;
     size_t bytes = 0;
     uint8_t *raw;
-    depot d;
+    test_store d;
     int n, i;
     cfg.policy.max_level = TKV_NONE;
     cfg.max_seqs = 1;
     cfg.max_tokens = LONGEST;
     cfg.budget_bytes = 240 * 1000;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     CHECK_EQ(tkv_required_bytes(&cfg, &bytes), TKV_OK);
     raw = (uint8_t *)malloc(bytes + 128);
     if (!raw) exit(2);
@@ -907,7 +907,7 @@ TEST(in_place) {
     tkv_destroy(kv);
     tkv_destroy(a);
     free(raw);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 /* >>the file of examples/ */
@@ -971,14 +971,14 @@ TEST(config_says_what_is_wrong) {
     tkv_config cfg = small_config();
     char reason[200];
     size_t bytes = 0;
-    depot d;
+    test_store d;
     tkv_cache *kv;
     int i;
-    depot_for(&d, &cfg);
+    test_store_for(&d, &cfg);
     cfg.spill.fetch = NULL;
     CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "spill") != NULL, "%s", reason);
-    cfg.spill.fetch = depot_fetch;
+    cfg.spill.fetch = test_store_fetch;
     cfg.spill.keep_exact = 2;
     CHECK_EQ(tkv_config_validate(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     cfg.spill.keep_exact = 0;
@@ -1002,7 +1002,7 @@ TEST(config_says_what_is_wrong) {
     CHECK_EQ(tkv_spill(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
-    depot_end(&d);
+    test_store_end(&d);
 }
 
 int main(int argc, char **argv) {
